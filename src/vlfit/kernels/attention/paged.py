@@ -12,7 +12,7 @@ from torch import Tensor
 from vlfit.kernels.gemm.quantized import has_inline_ptx, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
-from vlfit.kernels.target import launches_on
+from vlfit.kernels.target import card_of, launches_on
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.plan.native.cost import num_decode_splits
 
@@ -61,17 +61,20 @@ class AttentionTiles:
     stages: int
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
+def decode_tiles(dtype: torch.dtype, head_dim: int, sequences: int, *, fp8_kv: bool) -> AttentionTiles:
     """The decode kernel's default tile for queries of ``dtype``; ``fp8_kv``: the cache has FP8 codes.
 
     Wide heads take half the tokens, unless they are codes: a program's keys and values fit 99 KiB of shared
-    memory.
+    memory. Programs of one sequence are few and have more warps; those of several ``sequences`` would then
+    not all run at once.
     """
     if head_dim > _WIDE_HEAD:
         if fp8_kv and dtype != torch.float32:
             return AttentionTiles(16, 64, 8, 2)
         return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2)
-    return AttentionTiles(16, 32, 4, 2) if dtype == torch.float32 else AttentionTiles(16, 64, 2, 2)
+    if dtype == torch.float32:
+        return AttentionTiles(16, 32, 4, 2)
+    return AttentionTiles(16, 64, 4 if sequences == 1 else 2, 2)
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
@@ -102,7 +105,7 @@ def block_attention(
     Applies QK norm and RoPE first. ``k_cache`` and ``v_cache`` [slots, kv_heads, head_dim] belong to one
     layer; with ``kv_scales`` (of keys and of values, [slots, kv_heads] each, bits of bfloat16) they hold FP8
     codes as uint8. ``window``: sliding window in tokens; None: full attention. ``splits``:
-    programs that share a decoding sequence's context (split-KV); None: chosen by number of sequences.
+    programs that share a decoding sequence's context (split-KV); None: chosen by sequences and card.
     ``tiles``: for decoding and prefill; None for the default of each. Rows of no sequence are not written.
 
     Allocates the output; for prefill chunks the queries; for decoding sequences ``splits`` * (head_dim + 2)
@@ -130,15 +133,14 @@ def block_attention(
     if metadata.no_store_slots is not None:
         rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
     if metadata.num_decodes:
-        split_shape = (
-            metadata.num_decodes,
-            heads,
-            splits or num_decode_splits(metadata.num_decodes, k_cache.shape[1]),
-        )
+        sequences, card = metadata.num_decodes, card_of(packed.device)
+        multiprocessors = None if card is None else card.multiprocessors
+        splits = splits or num_decode_splits(sequences, k_cache.shape[1], multiprocessors)
+        split_shape = (sequences, heads, splits)
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
         if launches_on(packed.device):
-            tiles = tiles or decode_tiles(packed.dtype, head_dim, fp8_kv=kv_scales is not None)
+            tiles = tiles or decode_tiles(packed.dtype, head_dim, sequences, fp8_kv=kv_scales is not None)
             _launch_decode(
                 qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles
             )
@@ -183,7 +185,6 @@ def _launch_decode(
         ROTARY_DIM=qkv.cos.shape[-1],
         HAS_QK_NORM=qkv.norm_weight is not None,
         NUM_SPLITS=splits,
-        PAST_SPLITS=splits - 1 if splits % 2 and splits > 1 else splits,
         BLOCK_H=max(next_power_of_2(heads // kv_heads), 16),
         MERGE_BLOCK_H=next_power_of_2(heads // kv_heads),
         BLOCK_T=tiles.tokens,

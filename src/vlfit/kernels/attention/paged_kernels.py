@@ -49,7 +49,6 @@ def paged_decode_kernel(
     BLOCK_SIZE: tl.constexpr,
     WINDOW: tl.constexpr,
     NUM_SPLITS: tl.constexpr,
-    PAST_SPLITS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     MERGE_BLOCK_H: tl.constexpr,
     BLOCK_T: tl.constexpr,
@@ -63,8 +62,7 @@ def paged_decode_kernel(
     """``out`` [seqs, NUM_HEADS, HEAD_DIM]: softmax(q @ k.T) @ v over past and new token.
 
     Grid: (seqs, NUM_KV_HEADS, NUM_SPLITS). One program computes the ``GROUP_SIZE`` query heads of a KV head
-    over its share of the context, ``BLOCK_T`` tokens at a time. The first ``PAST_SPLITS`` splits share the
-    past, the last split has the new token.
+    over its share of the context, ``BLOCK_T`` tokens at a time. The last split also has the new token.
 
     ``qkv`` [seqs, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; ``k_cache`` and ``v_cache`` [slots, NUM_KV_HEADS,
     HEAD_DIM], with ``FP8_KV`` as codes with ``k_scales`` and ``v_scales`` [slots, NUM_KV_HEADS]
@@ -88,10 +86,10 @@ def paged_decode_kernel(
     slot = tl.load(slot_mapping + seq).to(tl.int64)
     if WINDOW:  # a row that stores its own token counts it as part of the window
         oldest = tl.maximum(past - WINDOW + (slot >= 0).to(tl.int32), 0)
-        tokens_per_split = tl.cdiv(tl.cdiv(past - oldest, PAST_SPLITS), BLOCK_T) * BLOCK_T
+        tokens_per_split = tl.cdiv(tl.cdiv(past - oldest, NUM_SPLITS), BLOCK_T) * BLOCK_T
         t_begin = oldest + split * tokens_per_split
     else:
-        tokens_per_split = tl.cdiv(tl.cdiv(past, PAST_SPLITS), BLOCK_T) * BLOCK_T
+        tokens_per_split = tl.cdiv(tl.cdiv(past, NUM_SPLITS), BLOCK_T) * BLOCK_T
         t_begin = split * tokens_per_split
     t_end = tl.minimum(t_begin + tokens_per_split, past)
     block_table = block_tables + seq * stride_table

@@ -251,19 +251,27 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
     return output + (rows * outputs * count * SINGLE if count > 1 else 0)
 
 
-_FEW_KV_HEADS = 4  # with so few, twice as many programs share a context: a card has over 60 multiprocessors
+_FEW_KV_HEADS = 4  # with so few, more programs share a context
+_FEW_MULTIPROCESSORS = 64  # on fewer, programs that are more than run at once wait for each other
 
 
-def num_decode_splits(sequences: int, kv_heads: int) -> int:
+def num_decode_splits(sequences: int, kv_heads: int, multiprocessors: int | None = None) -> int:
     """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
 
     Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
-    (``launch.MAX_TILE_COUNTERS``). An odd number gives the new token a program of its own, which takes as
-    long as a block of older tokens: only for so few sequences that all programs run at once.
+    (``launch.MAX_TILE_COUNTERS``). Few ``multiprocessors`` never take more than many do. None: of a card with
+    many, for which a plan counts memory. Swept on an H200 and on 30 of its multiprocessors with 300 to 3,000
+    tokens (docs/log.md).
     """
-    if sequences <= 2:
-        return 33 if kv_heads <= _FEW_KV_HEADS else 17
-    return 16 if sequences <= 4 else 8 if sequences <= 16 else 4 if sequences <= 256 else 1
+    few_heads = kv_heads <= _FEW_KV_HEADS
+    if sequences > 256:
+        return 1
+    if multiprocessors is not None and multiprocessors < _FEW_MULTIPROCESSORS:
+        if sequences == 1:
+            return 12 if few_heads else 10
+        return 6 if sequences <= 4 else 4
+    splits = 16 if sequences <= 2 else 8 if sequences <= 4 else 4
+    return 2 * splits if few_heads and sequences <= 16 else splits
 
 
 def _attention_bytes(model: Model, rows: int, sequences: int) -> int:
