@@ -13,16 +13,12 @@ nothing, and cost nothing. Lanes 0, 5, 10 and 15 of sixteen hold the two wanted 
 All lanes of a warp must get to an instruction of the unit together: no branch by lane around it.
 """
 
+from typing import Any  # noqa: F401  in the comment of a type
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vlfit.kernels.gemm.row_integers import (
-    load_inside,
-    load_rounds,
-    power_of_two_scales,
-    split_four,
-    wanted_places,
-)
+from vlfit.kernels.gemm.row_integers import load_inside, power_of_two_scales, split_four, wanted_places
 
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 {{$0, $1, $2, $3}}, {{{1}}}, {{{2}}}, {{{3}}};"
 # Four words of two weights each, $4 to $7, by two of the row, $8 and $9, onto $10 to $13.
@@ -72,7 +68,10 @@ def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
         gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * SIZE
         + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     )
-    loaded = load_rounds(x, offs, K, PARALLEL * SIZE, ROUNDS)
+    loaded = ()  # type: Any
+    for i in gl.static_range(ROUNDS):  # all at once: one after another each would wait for memory
+        at = i * (PARALLEL * SIZE) + offs
+        loaded = loaded + (gl.load(x + at, mask=at < K, other=0.0),)  # noqa: RUF005  Triton reads no star
     for i in gl.static_range(ROUNDS):
         value = loaded[i]
         if FORM.weights.format == "fp8":

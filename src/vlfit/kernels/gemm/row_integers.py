@@ -9,7 +9,6 @@ makes all products NaN.
 """
 
 from collections.abc import Iterable
-from typing import Any  # noqa: F401  in the comment of a type
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -112,9 +111,9 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
         gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * 32
         + gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     )
-    loaded = load_rounds(x, offs, K, PARALLEL * 32, ROUNDS)
-    for i in gl.static_range(ROUNDS):
-        value = loaded[i].to(gl.float32)
+    for i in range(ROUNDS):
+        at = i * (PARALLEL * 32) + offs
+        value = gl.load(x + at, mask=at < K, other=0.0).to(gl.float32)
         up, factor = power_of_two_scales(value, FORM.shift)
         if FORM.negated:
             factor = -factor
@@ -137,19 +136,6 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
         factors._reinterpret(gl.float32, [ALL, GROUPS], FLAT),
         sums._reinterpret(gl.int32, [ALL * HALVES, GROUPS], FLAT),
     )
-
-
-@gluon.jit
-def load_rounds(x, offs, K: gl.constexpr, SIZE: gl.constexpr, ROUNDS: gl.constexpr):
-    """``x`` [K] from ``offs`` on, from ``offs + SIZE`` on and so on: a tuple, 0 beyond K.
-
-    All at once: one after another each would wait for memory.
-    """
-    loaded = ()  # type: Any
-    for i in gl.static_range(ROUNDS):
-        at = i * SIZE + offs
-        loaded = loaded + (gl.load(x + at, mask=at < K, other=0.0),)  # noqa: RUF005  Triton reads no star
-    return loaded
 
 
 @gluon.jit
