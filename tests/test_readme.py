@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from tests.programs import run_program
 from vlfit.cli.main import app
 from vlfit.errors import OutOfMemory
 from vlfit.images.clips import LOW_DETAIL_TOKENS
@@ -120,50 +121,50 @@ def test_the_command_lines_in_the_readme_run(line: str, newcomer: dict[str, str]
         newcomer["VLFIT_MODEL"] = "mini"
     if name == "serve":
         newcomer["VLFIT_PORT"] = "0"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlfit", name, *arguments],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=tmp_path,
-        env=newcomer,
-    )
     if name in ENDLESS:
-        stream = process.stderr if name == "serve" else process.stdout
-        assert stream is not None
-        assert any("ready: mini" in text or "no server" in text for text in stream)
-        process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=100)
-    if line in NOT_HERE and process.returncode:
-        assert process.returncode == 1
+        code, out, err = interrupted([name, *arguments], newcomer, tmp_path)
+    else:
+        done = run_program(name, *arguments, env=newcomer, cwd=tmp_path)
+        code, out, err = done.returncode, done.stdout, done.stderr
+    if line in NOT_HERE and code:
+        assert code == 1
         assert NOT_HERE[line] in err
     else:
         # The doctor's checks are of this computer; `top` without a server ends by itself or by the signal.
         expected = {"doctor": (0, 1), "top": (0, 130, -signal.SIGINT)}.get(name, (0,))
-        assert process.returncode in expected, err
+        assert code in expected, err
         assert name in (*ENDLESS, "chat") or out or (tmp_path / "captions.jsonl").stat().st_size
+
+
+def interrupted(words: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str, str]:
+    """Exit code and output of a command that is interrupted once it is ready."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "vlfit", *words],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=folder,
+        env=environment,
+    )
+    stream = process.stderr if words[0] == "serve" else process.stdout
+    assert stream is not None
+    assert any("ready: mini" in text or "no server" in text for text in stream)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=100)
+    return process.returncode, out, err
 
 
 def test_a_batch_and_a_server_without_a_model_say_so(newcomer: dict[str, str], tmp_path: Path) -> None:
     newcomer["XDG_CACHE_HOME"] = os.environ["XDG_CACHE_HOME"]  # this processor has been measured before
     for arguments in (["batch", "holiday/", "-o", "captions.jsonl"], ["serve"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "vlfit", *arguments],
-            capture_output=True,
-            text=True,
-            cwd=tmp_path,
-            env=newcomer,
-            timeout=100,
-            check=False,
-        )
+        done = run_program(*arguments, env=newcomer, cwd=tmp_path)
         assert done.returncode == 2
         assert "-m mini" in done.stderr
 
 
 def run_mini(command: str, *arguments: str) -> str:
-    program = [sys.executable, "-m", "vlfit", command, "--model", "mini", "--quiet", *arguments]
-    done = subprocess.run(program, capture_output=True, text=True, cwd=ROOT, timeout=100, check=False)
+    done = run_program(command, "--model", "mini", "--quiet", *arguments, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

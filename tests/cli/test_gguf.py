@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from tests.gguf_files import as_gguf
 from tests.hollow_gguf import TINY, Shapes, only, q4_k_m, with_vocabulary, write_mmproj, write_model
 from tests.hub import Hub, running_hub
 from tests.pictures import picture
+from tests.programs import run_program
 
 NAME = "unsloth/Qwen3-VL-4B-Instruct-GGUF"
 SHAPES = with_vocabulary(TINY, 12_000)
@@ -34,16 +34,7 @@ class Person:
         return {**clean, "HOME": str(self.home), "HF_ENDPOINT": self.hub.url}
 
     def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "vlfit", *words]
-        return subprocess.run(
-            command,
-            env=self.variables(),
-            capture_output=True,
-            text=True,
-            cwd=self.home,
-            timeout=60,
-            check=False,
-        )
+        return run_program(*words, env=self.variables(), cwd=self.home)
 
 
 @pytest.fixture

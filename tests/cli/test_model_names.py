@@ -8,6 +8,7 @@ import re
 import select
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from huggingface_hub import constants
 from tests.cli.conftest import Terminal, Vlfit
 from tests.cli.test_pull import Person, hub, person
 from tests.pictures import picture
+from tests.programs import Program
 from vlfit.checkpoint import hub as hub_files
 from vlfit.cli.loading import offer_model
 from vlfit.cli.models import _describe_download
@@ -52,32 +54,27 @@ def on_a_terminal(person: Person, answer: str, *words: str, before: str = "") ->
     ``before``: Python that runs in the process before the program.
     """
     ours, theirs = pty.openpty()
-    program = f"{before}\nfrom vlfit.cli.main import main\nmain()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", program, *words] if before else person.command(*words),
-        env={**person.variables(), "TERM": "dumb"},
-        stdin=theirs,
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-        text=True,
-    )
-    os.close(theirs)
-    shown, deadline = "", time.monotonic() + 100
-    while time.monotonic() < deadline:
-        if select.select([ours], [], [], 0.1)[0]:
-            try:
-                data = os.read(ours, 4096)
-            except OSError:  # Linux's way to say that nobody has the other end
-                break
-            if not data:
-                break
-            shown += data.decode("utf-8", "replace")
-            if answer and "[Y/n]" in shown:
-                os.write(ours, answer.encode())
-                answer = ""
-    out = process.communicate(timeout=30)[0]
-    os.close(ours)
-    return process.returncode, out, shown
+    variables = {**person.variables(), "TERM": "dumb"}
+    with tempfile.TemporaryFile() as out:
+        process = Program(*words, stdin=theirs, stdout=out, stderr=theirs, env=variables, before=before)
+        os.close(theirs)
+        shown, deadline = "", time.monotonic() + 100
+        while time.monotonic() < deadline:
+            if select.select([ours], [], [], 0.1)[0]:
+                try:
+                    data = os.read(ours, 4096)
+                except OSError:  # Linux's way to say that nobody has the other end
+                    break
+                if not data:
+                    break
+                shown += data.decode("utf-8", "replace")
+                if answer and "[Y/n]" in shown:
+                    os.write(ours, answer.encode())
+                    answer = ""
+        code = process.wait(timeout=30)
+        os.close(ours)
+        out.seek(0)
+        return code, out.read().decode(), shown
 
 
 def downloads(person: Person) -> int:

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.edit import change_json, copy_of
 from tests.hub import GOOD_TOKEN, Hub, running_hub
+from tests.programs import run_program
 from vlfit.checkpoint.source import open_checkpoint
 
 Tiny = Callable[[str], Path]
@@ -38,10 +39,7 @@ class Person:
         return {**clean, "HF_HOME": str(self.home), "HF_ENDPOINT": self.hub.url, **self.environment}
 
     def run(self, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {**self.variables(), **variables}
-        return subprocess.run(
-            self.command(*words), env=environment, capture_output=True, text=True, timeout=60, check=False
-        )
+        return run_program(*words, env={**self.variables(), **variables})
 
     def names(self) -> list[str]:
         """What ``vlfit models`` lists as complete, mini left out."""
