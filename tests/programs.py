@@ -9,6 +9,7 @@ before. Where the start is what a test is about, or what a program leaves unimpo
 import atexit
 import gc
 import importlib
+import io
 import json
 import os
 import select
@@ -21,10 +22,12 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from functools import cache
 from pathlib import Path
-from typing import IO, NoReturn
+from subprocess import DEVNULL, PIPE
+from typing import IO, NoReturn, TextIO
 
 IMPORTED_BEFORE = (
     *("vlfit.engine.engine", "vlfit.engine.engine_thread", "vlfit.engine.execution.warmup"),
@@ -38,20 +41,26 @@ IMPORTED_BEFORE = (
 NOT_IMPORTED_BEFORE = ("huggingface_hub", "transformers", "triton")  # their settings are a program's own
 
 
+Stream = int | IO[str] | IO[bytes]
+
+
 class Program:
     """A running ``vlfit``, with what a test needs of ``subprocess.Popen``."""
+
+    stdout: TextIO
+    stderr: TextIO
 
     def __init__(
         self,
         *words: object,
-        stdin: int | IO[str] | IO[bytes],
-        stdout: int | IO[str] | IO[bytes],
-        stderr: int | IO[str] | IO[bytes],
+        stdin: Stream = DEVNULL,
+        stdout: Stream = DEVNULL,
+        stderr: Stream = DEVNULL,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         before: str = "",
     ) -> None:
-        """``words``: its arguments. ``before``: Python that it runs first."""
+        """``words``: its arguments; streams as for ``Popen``. ``before``: Python that it runs first."""
         told = {
             "words": list(map(str, words)),
             "env": dict(os.environ if env is None else env),
@@ -59,10 +68,20 @@ class Program:
             "before": before,
         }
         self._told, theirs = socket.socketpair()
-        streams = [each if isinstance(each, int) else each.fileno() for each in (stdin, stdout, stderr)]
-        with theirs, tempfile.TemporaryFile() as file:
+        self.stdout, self.stderr = io.StringIO(), io.StringIO()
+        with ExitStack() as sent:
+            streams = [sent.enter_context(open(os.devnull, "r+b")).fileno()] * 3
+            for number, each in enumerate((stdin, stdout, stderr)):
+                if each == PIPE:
+                    read, streams[number] = os.pipe()
+                    sent.callback(os.close, streams[number])
+                    setattr(self, ("", "stdout", "stderr")[number], os.fdopen(read, encoding="utf-8"))
+                elif each != DEVNULL:
+                    streams[number] = each if isinstance(each, int) else each.fileno()
+            file = sent.enter_context(tempfile.TemporaryFile())
             file.write(json.dumps(told).encode())
             file.flush()
+            sent.enter_context(theirs)
             socket.send_fds(_forker(), [b"+"], [*streams, theirs.fileno(), file.fileno()])
         self.returncode: int | None = None
         self.pid = int(self._line())
@@ -94,8 +113,24 @@ class Program:
         if self.poll() is None:
             os.kill(self.pid, number)
 
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+    def communicate(self, timeout: float = 100) -> tuple[str, str]:
+        """What it still writes to its pipes, once it ended. Raises ``TimeoutError``."""
+        with ThreadPoolExecutor(2) as threads:
+            try:
+                written = [threads.submit(each.read) for each in (self.stdout, self.stderr)]
+                self.wait(timeout)
+                out, err = (each.result(timeout) for each in written)
+            finally:
+                self.kill()
+        self.stdout.close()
+        self.stderr.close()
+        return out, err
 
 
 def run_program(
@@ -105,17 +140,10 @@ def run_program(
     timeout: float = 100,
 ) -> subprocess.CompletedProcess[str]:
     """What ``vlfit`` with ``words`` returned and wrote, without anything on stdin."""
-    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err, open(os.devnull, "rb") as nothing:
-        program = Program(*words, stdin=nothing, stdout=out, stderr=err, env=env, cwd=cwd)
-        try:
-            code = program.wait(timeout)
-        finally:
-            program.kill()
-        written = []
-        for file in (out, err):
-            file.seek(0)
-            written.append(file.read().decode("utf-8"))
-    return subprocess.CompletedProcess([str(word) for word in words], code, *written)
+    program = Program(*words, stdout=PIPE, stderr=PIPE, env=env, cwd=cwd)
+    out, err = program.communicate(timeout)
+    assert program.returncode is not None
+    return subprocess.CompletedProcess([str(word) for word in words], program.returncode, out, err)
 
 
 @cache

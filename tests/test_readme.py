@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
-from tests.programs import run_program
+from tests.programs import Program, run_program
 from vlfit.cli.main import app
 from vlfit.errors import OutOfMemory
 from vlfit.images.clips import LOW_DETAIL_TOKENS
@@ -50,10 +50,8 @@ def run_python(program: str, folder: Path) -> str:
 @contextmanager
 def vlfit_serve() -> Iterator[str]:
     """``vlfit serve`` with mini on a free port; its URL."""
-    command = [sys.executable, "-m", "vlfit", "serve", "mini", "--port", "0", "--json", "--quiet"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    process = Program("serve", "mini", "--port", "0", "--json", "--quiet", stdout=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         yield json.loads(process.stdout.readline())["url"]
     finally:
         process.terminate()
@@ -138,20 +136,13 @@ def test_the_command_lines_in_the_readme_run(line: str, newcomer: dict[str, str]
 
 def interrupted(words: list[str], environment: dict[str, str], folder: Path) -> tuple[int, str, str]:
     """Exit code and output of a command that is interrupted once it is ready."""
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlfit", *words],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=folder,
-        env=environment,
-    )
+    pipe = subprocess.PIPE
+    process = Program(*words, stdout=pipe, stderr=pipe, cwd=folder, env=environment)
     stream = process.stderr if words[0] == "serve" else process.stdout
-    assert stream is not None
     assert any("ready: mini" in text or "no server" in text for text in stream)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=100)
+    assert process.returncode is not None
     return process.returncode, out, err
 
 
