@@ -109,6 +109,12 @@ class Program:
             self._told.close()
         return self.returncode
 
+    def __enter__(self) -> "Program":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.communicate()
+
     def send_signal(self, number: int) -> None:
         if self.poll() is None:
             os.kill(self.pid, number)
@@ -123,7 +129,10 @@ class Program:
         """What it still writes to its pipes, once it ended. Raises ``TimeoutError``."""
         with ThreadPoolExecutor(2) as threads:
             try:
-                written = [threads.submit(each.read) for each in (self.stdout, self.stderr)]
+                written = [
+                    threads.submit(lambda pipe: "" if pipe.closed else pipe.read(), pipe)
+                    for pipe in (self.stdout, self.stderr)
+                ]
                 self.wait(timeout)
                 out, err = (each.result(timeout) for each in written)
             finally:

@@ -17,14 +17,13 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from tests.programs import run_program
 from vlfit.cli import servers as records
 from vlfit.cli.servers import process_start, record_server, running_servers
 from vlfit.cli.serving import serve
 from vlfit.cli.serving.serve import quote_for_systemd, systemd_unit, with_absolute_paths
 from vlfit.errors import CannotWrite
 from vlfit.settings import read_settings
-
-VLFIT = [sys.executable, "-m", "vlfit"]
 
 
 @pytest.fixture
@@ -39,7 +38,7 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def vlfit(*arguments: str, code: int = 0) -> str:
-    done = subprocess.run([*VLFIT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = run_program(*arguments)
     assert done.returncode == code, done.stderr
     assert "Traceback" not in done.stderr
     return done.stdout + done.stderr
@@ -173,7 +172,7 @@ def test_a_full_disk_is_told(home: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_log_without_room_is_told(home: Path, limit: int) -> None:
     """A limit of file sizes stands in for a full disk, at once and after some lines."""
     done = subprocess.run(
-        [*VLFIT, "serve", "mini", "--port", "0", "--daemon"],
+        [sys.executable, "-m", "vlfit", "serve", "mini", "--port", "0", "--daemon"],
         capture_output=True,
         text=True,
         timeout=60,

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,24 +11,21 @@ import pytest
 
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
+from tests.programs import Program, run_program
 from tests.wording import figures_in
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving.serve_models import MAX_MODELS, names_here, split_names
 from vlfit.errors import UsageError
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB")
-VLFIT = [sys.executable, "-m", "vlfit"]
 
 
 @pytest.fixture
 def url(tiny: Callable[[str], Path], tmp_path: Path) -> Iterator[str]:
     second = copy_of(tiny("tied"), tmp_path / "second")
-    command = [*VLFIT, "serve", "mini", str(second), "--json", "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(
-        [*command, "--context", "256", "--idle-sleep", "1h"], stdout=subprocess.PIPE, text=True
-    ) as process:
+    words = ("mini", second, "--json", "--port", "0", "--device", "cpu", "--context", "256")
+    with Program("serve", *words, "--idle-sleep", "1h", stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             ready: dict[str, Any] = json.loads(process.stdout.readline())
             assert (ready["model"], ready["models"]) == ("mini", ["mini", "second"])
             yield ready["url"]
@@ -39,7 +35,9 @@ def url(tiny: Callable[[str], Path], tmp_path: Path) -> Iterator[str]:
 
 
 def run(*words: str) -> str:
-    return subprocess.run([*VLFIT, *words], capture_output=True, text=True, timeout=60, check=True).stdout
+    done = run_program(*words)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_one_server_of_two_models(url: str) -> None:

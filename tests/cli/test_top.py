@@ -19,6 +19,7 @@ import pytest
 
 from tests.cli.conftest import Vlfit
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, FakeCard, Process, install
+from tests.programs import Program
 from tests.server.harness import running, wait_for
 from tests.server.scripted import ScriptedBackend
 from tests.server.test_status import CARD, OnGpu
@@ -33,15 +34,12 @@ from vlfit.server.http.listen import bind
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
 
-VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]
-
 
 @pytest.fixture(scope="module")
 def mini() -> Iterator[dict[str, Any]]:
     """A real ``vlfit serve mini`` on this processor, and what it said when it was ready."""
-    command = [*VLFIT, "serve", "mini", "--port", "0", "--device", "cpu", "--context", "2048", "--json", "-q"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as server:
-        assert server.stdout is not None
+    words = ("mini", "--port", "0", "--device", "cpu", "--context", "2048", "--json", "-q")
+    with Program("serve", *words, stdout=subprocess.PIPE) as server:
         try:
             yield json.loads(server.stdout.readline())
         finally:
@@ -146,9 +144,7 @@ def in_a_terminal(*arguments: str, until: str, end: signal.Signals) -> tuple[int
     """Run ``vlfit top`` on a terminal of its own until it has shown some text, then send it a signal."""
     ours, its = pty.openpty()
     environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "120", "LINES": "40"}
-    process = subprocess.Popen(
-        [*VLFIT, "top", *arguments], stdin=its, stdout=its, stderr=its, env=environment, close_fds=True
-    )
+    process = Program("top", *arguments, stdin=its, stdout=its, stderr=its, env=environment)
     os.close(its)
     shown, sent, deadline = "", False, time.monotonic() + 60
     try:
@@ -167,7 +163,7 @@ def in_a_terminal(*arguments: str, until: str, end: signal.Signals) -> tuple[int
         return process.wait(timeout=60), shown
     finally:
         process.kill()
-        process.wait()
+        process.wait(timeout=60)
         os.close(ours)
 
 
@@ -197,9 +193,8 @@ def test_a_server_that_is_not_there_is_told_on_the_screen_that_stays() -> None:
 
 @pytest.mark.parametrize("options", [(), ("--json",)])
 def test_where_nobody_looks_each_look_is_a_line(mini: dict[str, Any], options: tuple[str, ...]) -> None:
-    command = [*VLFIT, "top", "--url", mini["url"], "--interval", "0.2", *options]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
+    words = ("top", "--url", mini["url"], "--interval", "0.2", *options)
+    with Program(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         lines = [process.stdout.readline() for _ in range(3)]
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=60)

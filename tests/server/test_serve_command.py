@@ -5,19 +5,17 @@ import logging
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.programs import Program, run_program
 from vlfit.cli.serving.serve_here import required_keys
 from vlfit.errors import UsageError
 from vlfit.server.http.listen import bind
 from vlfit.settings import read_settings
-
-VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]
 
 
 def about(text: str) -> list[dict[str, str]]:
@@ -27,14 +25,9 @@ def about(text: str) -> list[dict[str, str]]:
 def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
     """With a request under way when Ctrl-C comes."""
     folder = tiny("tied")
-    process = subprocess.Popen(
-        [*VLFIT, str(folder), "--port", "0", "--device", "cpu", "--json"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    words = (folder, "--port", "0", "--device", "cpu", "--json")
+    process = Program("serve", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         assert ready["url"].startswith("http://127.0.0.1:")
         assert ready["device"] == "cpu"
@@ -55,7 +48,6 @@ def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
             rest = list(lines)
         assert process.wait(60) == 0
         assert "engine_stopped" in rest[-2] or rest[-2] == "data: [DONE]"
-        assert process.stderr is not None
         told = process.stderr.read()
     finally:
         process.kill()
@@ -70,7 +62,7 @@ def test_the_command_serves_and_stops(tiny: Callable[[str], Path]) -> None:
 
 
 def failing(*arguments: str) -> tuple[int, str]:
-    done = subprocess.run([*VLFIT, *arguments], capture_output=True, text=True, timeout=60, check=False)
+    done = run_program("serve", *arguments)
     assert done.stdout == ""
     assert "Traceback" not in done.stderr
     return done.returncode, done.stderr

@@ -2,10 +2,8 @@
 
 import json
 import logging
-import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ import httpx
 import pytest
 
 from tests.pictures import picture
+from tests.programs import Program
 from tests.server.harness import Running, running, wait_for
 from tests.server.pictures import data_url
 from tests.server.scripted import ScriptedBackend
@@ -30,7 +29,6 @@ from vlfit.server.server_settings import ServerSettings
 
 SLEEP, WAKE, STATUS = "/v1/vlfit/sleep", "/v1/vlfit/wake", "/v1/vlfit/status"
 OPTIONS = EngineOptions(device="cpu", max_model_len=512, max_num_seqs=2)
-VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()"]
 
 
 @pytest.fixture
@@ -244,17 +242,9 @@ def test_idle_sleep(tiny: Callable[[str], Path]) -> None:
 
 def test_a_sleeping_server_stops(tiny: Callable[[str], Path]) -> None:
     """``vlfit serve --idle-sleep``, Ctrl-C while it sleeps."""
-    command = [*VLFIT, "serve", str(tiny("tied")), "--port", "0", "--device", "cpu", "--json"]
-    with subprocess.Popen(
-        [*command, "--idle-sleep", "0.3s"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    ) as process:
+    words = (tiny("tied"), "--port", "0", "--device", "cpu", "--json", "--idle-sleep", "0.3s")
+    with Program("serve", *words, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
-            assert process.stderr is not None
             url = json.loads(process.stdout.readline())["url"]
             wait_for(lambda: httpx.get(f"{url}/health").json()["asleep"])
             process.send_signal(signal.SIGINT)

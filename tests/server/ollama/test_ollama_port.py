@@ -3,18 +3,17 @@
 import json
 import signal
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tests.programs import Program, run_program
 from vlfit.errors import CannotListen
 from vlfit.server.http.listen import bind
 from vlfit.server.server_settings import OLLAMA_PORT
 
-VLFIT = [sys.executable, "-c", "from vlfit.cli.main import main; main()", "serve"]
 URL = f"http://127.0.0.1:{OLLAMA_PORT}"
 
 
@@ -24,10 +23,9 @@ def test_both_ports_are_one_server(tiny: Callable[[str], Path], flags: list[str]
         bind("127.0.0.1", OLLAMA_PORT).close()
     except CannotListen:
         pytest.skip("Ollama's port is in use on this computer")
-    command = [*VLFIT, str(tiny("tied")), "--port", "0", "--device", "cpu", "--json", "--ollama", *flags]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    words = ("serve", tiny("tied"), "--port", "0", "--device", "cpu", "--json", "--ollama", *flags)
+    process = Program(*words, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
-        assert process.stdout is not None
         ready = json.loads(process.stdout.readline())
         assert httpx.get(URL).text == "Ollama is running"
         for url in (URL, ready["url"]):
@@ -41,7 +39,7 @@ def test_both_ports_are_one_server(tiny: Callable[[str], Path], flags: list[str]
         }
         told = httpx.post(f"{URL}/api/chat", json=body, timeout=60).json()
         assert told["eval_count"] == 3
-        second = subprocess.run(command, capture_output=True, text=True, timeout=100)
+        second = run_program(*words)
         assert second.returncode == 1
         assert "--ollama" in second.stderr
         process.send_signal(signal.SIGINT)
