@@ -4,7 +4,6 @@ import json
 import os
 import pty
 import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Ended, Vlfit
 from tests.parity.faults import FAULTS
 from tests.parity.faults_of_files import tensor_bytes
+from tests.programs import Program
 from tests.tiny import build_tiny
 from vlfit.bench.workload import synthetic_picture
 from vlfit.engine.engine import NativeEngine
@@ -399,12 +399,7 @@ def served_on_a_terminal(folder: Path) -> str:
     """What ``vlfit serve`` says on a terminal until it is ready, and as it stops."""
     ours, theirs = pty.openpty()
     command = ["serve", folder, "--port", "0", "--device", "cpu"]
-    with subprocess.Popen(
-        [sys.executable, "-m", "vlfit", *map(str, command)],
-        stdout=subprocess.DEVNULL,
-        stderr=theirs,
-        env={**os.environ, "COLUMNS": "300"},
-    ) as process:
+    with Program(*command, stderr=theirs, env={**os.environ, "COLUMNS": "300"}) as process:
         os.close(theirs)
         said = b""
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.programs import Program
 from vlfit.cli.main import main
 
 ROOT = Path(__file__).parent.parent.parent
@@ -124,16 +125,9 @@ def card(vlfit: Vlfit, tmp_path: Path) -> Cards:
 def served(empty_home: Path) -> Iterator[str]:
     """The URL of ``vlfit serve --model mini``."""
     words = ["serve", "--model", "mini", "--port", "0", "--device", "cpu", "--dtype", "float32", "--json"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlfit", *words],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=empty_home,
-        env=environment(empty_home),
-    )
+    pipe = subprocess.PIPE
+    process = Program(*words, stdout=pipe, stderr=pipe, cwd=empty_home, env=environment(empty_home))
     try:
-        assert process.stdout is not None
         ready = process.stdout.readline()
         assert ready, process.communicate()[1]
         yield json.loads(ready)["url"]

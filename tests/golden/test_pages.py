@@ -24,6 +24,7 @@ from tests.golden.kept import ANEW, HERE, check
 from tests.hub import running_hub
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, Process, install
 from tests.pictures import encoded
+from tests.programs import Program, run_program
 from tests.server.harness import running
 from tests.server.test_status import CARD as SERVERS_CARD
 from tests.server.test_status import OnGpu
@@ -240,9 +241,7 @@ def page(vlfit: Vlfit, words: str, *more: str, masks: tuple[tuple[str, str], ...
 
 def page_of_a_process(words: str, home: Path, masks: tuple[tuple[str, str], ...], **variables: str) -> str:
     """That of a command which starts others, or takes settings from the environment once, when imported."""
-    command = [sys.executable, "-m", "vlfit", *shlex.split(words)]
-    variables = {**environment(home), **variables}
-    ended = subprocess.run(command, env=variables, cwd=home, capture_output=True, text=True, timeout=100)
+    ended = run_program(*shlex.split(words), env={**environment(home), **variables}, cwd=home)
     return written(words, Ended(ended.returncode, ended.stdout, ended.stderr), masks)
 
 
@@ -347,15 +346,9 @@ def test_pages_of_pull(tiny: Callable[[str], Path], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", SERVE)
 def test_page_of_serve(name: str, empty_home: Path) -> None:
-    process = subprocess.Popen(
-        [sys.executable, "-m", "vlfit", *SERVE[name].split()],
-        stderr=subprocess.PIPE,
-        text=True,
-        cwd=empty_home,
-        env=environment(empty_home) | {"VLFIT_CPU_KERNELS": "0"},
-    )
+    variables = environment(empty_home) | {"VLFIT_CPU_KERNELS": "0"}
+    process = Program(*SERVE[name].split(), stderr=subprocess.PIPE, cwd=empty_home, env=variables)
     try:
-        assert process.stderr is not None
         told = ""
         while "curl" not in told:
             line = process.stderr.readline()
@@ -366,7 +359,7 @@ def test_page_of_serve(name: str, empty_home: Path) -> None:
     finally:
         process.kill()
         process.communicate()
-    ended = Ended(process.returncode, "", told)
+    ended = Ended(process.wait(timeout=0), "", told)
     check(f"pages/{name}.txt", written(SERVE[name], ended, MASKS_OF_SERVE))
 
 

@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import httpx
 import pytest
 
 from tests.hub import Hub, running_hub
+from tests.programs import Program
 from tests.server.harness import wait_for
 
 NAME, OTHER = "Qwen/Qwen3-VL-2B-Instruct-FP8", "Qwen/Qwen3-VL-4B-Instruct-FP8"
@@ -27,15 +27,10 @@ def hub() -> Iterator[Hub]:
 def url(hub: Hub, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     clean = {name: value for name, value in os.environ.items() if not name.startswith(("HF_", "VLFIT_"))}
     home = str(tmp_path_factory.mktemp("home"))
-    command = [sys.executable, "-m", "vlfit", "serve", "mini", "--pull", "--json", "--port", "0"]
-    with subprocess.Popen(
-        [*command, "--device", "cpu", "--context", "256"],
-        env={**clean, "HF_HOME": home, "HOME": home, "HF_ENDPOINT": hub.url},
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
+    words = ("serve", "mini", "--pull", "--json", "--port", "0", "--device", "cpu", "--context", "256")
+    variables = {**clean, "HF_HOME": home, "HOME": home, "HF_ENDPOINT": hub.url}
+    with Program(*words, env=variables, stdout=subprocess.PIPE) as process:
         try:
-            assert process.stdout is not None
             yield json.loads(process.stdout.readline())["url"]
         finally:
             process.terminate()
