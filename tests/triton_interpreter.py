@@ -2,22 +2,29 @@
 
 Triton 3.7 looks through its whole language for what to replace each time that a kernel calls a function,
 though the launch has replaced all of it, and writes down a table of numpy's types for each value that it
-makes. That was most of the time of interpreted kernels.
+makes. That was most of the time of interpreted kernels. Of what was left, half went into looking for integers
+that overflow, for an assertion that is only made while debugging (the compiler for NVIDIA leaves both away),
+and into describing the same few shapes again for each value.
 """
 
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
 from typing import Any
 
 _HASTENED: list[Any] = []  # at most one entry
 
 
 def hasten_interpreter(interpreter: Any) -> None:
-    """Let ``triton.runtime.interpreter`` do both once; a version of Triton without them stays as it is."""
+    """Let ``triton.runtime.interpreter`` do it all once; a version of Triton without them stays as it is."""
     if interpreter in _HASTENED:
         return
     _HASTENED.append(interpreter)
     if all(hasattr(interpreter, name) for name in ("_patch_lang", "_LangPatchScope", "_get_np_dtype", "tl")):
         _patch_once_a_launch(interpreter)
         _keep_types(interpreter)
+        _leave_overflows(interpreter)
+        _keep_shapes(interpreter.tl)
 
 
 def _patch_once_a_launch(interpreter: Any) -> None:
@@ -60,3 +67,46 @@ def _keep_types(interpreter: Any) -> None:
         return found[name]
 
     interpreter._get_np_dtype = of
+
+
+def _leave_overflows(interpreter: Any) -> None:
+    builder = getattr(interpreter, "interpreter_builder", None)
+    options = getattr(builder, "options", None)
+    if builder is not None and not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
+        builder.options = replace(options, sanitize_overflow=False)
+
+
+def _keep_shapes(tl: Any) -> None:
+    core = tl.core
+    describe = core.block_type.__init__
+
+    @cache
+    def of_type(shape: tuple[int, ...]) -> tuple[Any, int, str]:
+        """A block's shape, its number of elements, and what its name says of the shape."""
+        described = core.block_type.__new__(core.block_type)
+        describe(described, core.int32, list(shape))
+        return described.shape, described.numel, str(described.shape)
+
+    def describe_block(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
+        sizes = tuple(shape.values if isinstance(shape, core.tuple) else shape)
+        if any(type(size) is not int for size in sizes):  # constants, whose value is meant
+            describe(self, element_ty, shape)
+            return
+        self.element_ty = element_ty
+        self.shape, self.numel, words = of_type(sizes)
+        self.name = f"<{words}, {element_ty}>"
+
+    @cache
+    def of_value(shape: tuple[int, ...]) -> tuple[Any, Any]:
+        """The shape of a value and its number of elements."""
+        count = 1
+        for size in shape:
+            count *= size
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(count)
+
+    def describe_value(self: Any, handle: Any, type: Any) -> None:
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = of_value(tuple(type.shape.values) if type.is_block() else ())
+
+    core.block_type.__init__ = describe_block
+    core.tensor.__init__ = describe_value
