@@ -70,10 +70,11 @@ def _keep_types(interpreter: Any) -> None:
 
 
 def _leave_overflows(interpreter: Any) -> None:
-    builder = getattr(interpreter, "interpreter_builder", None)
-    options = getattr(builder, "options", None)
-    if builder is not None and not getattr(options, "debug", True) and hasattr(options, "sanitize_overflow"):
-        builder.options = replace(options, sanitize_overflow=False)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    options: Any = getattr(builder, "options", None)
+    if options is None or options.debug or not hasattr(options, "sanitize_overflow"):
+        return
+    builder.options = replace(options, sanitize_overflow=False)
 
 
 def _keep_shapes(tl: Any) -> None:

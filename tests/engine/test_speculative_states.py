@@ -48,8 +48,15 @@ class Hostile(Oracle):
         return Draft(tuple(token + (index == right) for index, token in enumerate(tokens)))
 
 
-@pytest.mark.parametrize("name", ["text", "large"])
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    ("sampling", "name"),
+    [
+        pytest.param(GREEDY, "text", id="greedy-text"),
+        pytest.param(SEEDED, "large", id="seeded-large"),
+        pytest.param(GREEDY, "large", id="greedy-large", marks=pytest.mark.slow),
+        pytest.param(SEEDED, "text", id="seeded-text", marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_without_drafts(
     tiny_qwen3_5: Callable[[str], Path],
     oracle: type[Oracle],

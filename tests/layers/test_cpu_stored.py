@@ -54,7 +54,13 @@ FOUND = library.vector_levels()
 needs_compiler = pytest.mark.skipif(processor.find_c_compiler() is None, reason="no C compiler")
 
 
-@pytest.fixture(params=FOUND)
+# The best of this processor, that of most, and the one of all: compiling each takes five seconds and more.
+SEEN_ALWAYS = (FOUND[0], "avx2", "portable")
+
+
+@pytest.fixture(
+    params=[pytest.param(each, marks=() if each in SEEN_ALWAYS else pytest.mark.slow) for each in FOUND]
+)
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(processor.KERNELS_SWITCH, request.param)
     return str(request.param)

@@ -132,8 +132,15 @@ def test_drafts_are_those_of_transformers(
         assert list(drafted) == reference.drafts(known, len(drafted))
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-@pytest.mark.parametrize("count", [1, MAX_DRAFT_ROWS - 1])
+@pytest.mark.parametrize(
+    ("count", "sampling"),
+    [
+        pytest.param(1, GREEDY, id="1-greedy"),
+        pytest.param(MAX_DRAFT_ROWS - 1, SEEDED, id="most-seeded"),
+        pytest.param(1, SEEDED, id="1-seeded", marks=pytest.mark.slow),
+        pytest.param(MAX_DRAFT_ROWS - 1, GREEDY, id="most-greedy", marks=pytest.mark.slow),
+    ],
+)
 def test_answers_are_those_without_drafts(
     tiny_qwen3_5: Callable[[str], Path],
     always: type[Always],
@@ -336,7 +343,15 @@ def test_the_number_of_drafts_follows_what_is_accepted() -> None:
     assert ModelProposer(DraftCosts(1.0), verify_cost=0.2).best_count() == 0
 
 
-@pytest.mark.parametrize("params", [{"top_k": 4}, {"top_p": 0.9}, {}, {"top_k": 20, "presence_penalty": 1.5}])
+@pytest.mark.parametrize(
+    "params",
+    [
+        pytest.param({"top_k": 4}, marks=pytest.mark.slow),
+        {"top_p": 0.9},
+        pytest.param({}, marks=pytest.mark.slow),
+        {"top_k": 20, "presence_penalty": 1.5},
+    ],
+)
 def test_drafts_are_drawn_from_what_is_handed_over(params: dict[str, Any]) -> None:
     """Pearson's chi-squared test of 10,000 draws; with a seed they are those of the token itself."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(2)) * 2
