@@ -27,8 +27,8 @@ IN_VENV := .venv/bin/python
 ifneq ($(shell cat .venv/.place 2>/dev/null),$(CURDIR))
 $(shell rm -f $(RUN) $(DEV))
 endif
-# Two workers on small machines; each keeps torch to one thread, so that they do not fight over the cores.
-WORKERS ?= 2
+# Three workers for two cores, as tests also wait for programs; each keeps torch to one thread.
+WORKERS ?= 3
 # Compiled modules are kept, also where the environment says not to: the tests start a hundred programs.
 unexport PYTHONDONTWRITEBYTECODE
 PYTEST := OMP_NUM_THREADS=1 $(IN_VENV) -m pytest -n $(WORKERS) --dist loadfile
