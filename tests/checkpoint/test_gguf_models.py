@@ -405,6 +405,16 @@ def copy_contents(reader: gguf.GGUFReader, writer: gguf.GGUFWriter, every: slice
 # --- what a file lacks -------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("sections", [[1, 1, 1, 0], [12, 10, 11, 0], [120, 100, 100, 0]])
+def test_sections_that_are_not_half_a_head_are_refused(
+    mini_gguf: tuple[Path, Path], sections: list[int]
+) -> None:
+    model, tower = (read_gguf_header(path) for path in mini_gguf)
+    wrong = edited(model, qwen3vl__rope__dimension_sections=np.array(sections, np.int32))
+    with pytest.raises(CheckpointError, match="dimension_sections"):
+        read_gguf_config(wrong, tower, no_tensor)
+
+
 def test_sections_that_only_the_catalog_has(mini_gguf: tuple[Path, Path]) -> None:
     model, tower = (read_gguf_header(path) for path in mini_gguf)
     bare = edited(model, qwen3vl__rope__dimension_sections=None)

@@ -229,10 +229,13 @@ def _convert_to_gguf(
     from vlfit.cli.models import resolve_or_ask
     from vlfit.cli.printing import Printer
     from vlfit.errors import UsageError
+    from vlfit.quantize.gguf_output import GGUF_TYPES
     from vlfit.units import format_bytes, format_seconds
 
     if weights in _SAFETENSORS_WEIGHTS:
-        raise UsageError(f"GGUF has no type {weights}", "Name one of f32, f16, bf16, q8_0, q5_0 and q4_0.")
+        raise UsageError(
+            f"GGUF has no type {weights}", f"Name one of {', '.join(GGUF_TYPES[:-1])} and {GGUF_TYPES[-1]}."
+        )
     if any(value not in (None, "16") for value in others):
         raise UsageError(
             "--group-size, --head, --embedding and --vision are for safetensors",

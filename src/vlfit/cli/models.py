@@ -151,8 +151,8 @@ def _ask_to_download(model: str, one: "ResolvedModel", files: "FileSelection") -
     if not (sys.stdin.isatty() and sys.stderr.isatty()):
         groups = one.entry.tensor_groups if one.entry is not None else ()
         size = sum(group.example.bytes * len(group.names) for group in groups)
-        # What is in the cache of ``org/name@revision`` may be of another revision.
-        is_partial = "@" not in one.name and hub.cached_bytes(one.name.partition(":")[0]) > 0
+        # What is in the cache of ``org/name@revision`` may be of another revision, of a GGUF of another type.
+        is_partial = "@" not in one.name and not one.is_gguf and hub.cached_bytes(one.name) > 0
         weights = f" ({format_bytes(size)} of weights)" if size else ""
         raise NotDownloaded(
             f"{one.name} is {'only partly' if is_partial else 'not'} on this computer{weights}",

@@ -1,6 +1,7 @@
 """Renders a checkpoint's chat template as transformers does.
 
-A template is code by whoever made the checkpoint: it runs in Jinja's sandbox and sees plain values only.
+A template is code by whoever made the checkpoint: it runs in Jinja's sandbox, bounded in steps and in length
+(``bounded_templates.py``), and sees plain values only.
 """
 
 import json
@@ -12,9 +13,9 @@ from typing import Any, NoReturn
 from jinja2 import Template, TemplateError, TemplateSyntaxError, meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlfit.errors import CheckpointError, InvalidRequest
+from vlfit.prompt.bounded_templates import BoundedEnvironment, compile_bounded, render_bounded
 
 # Set by whoever renders a prompt, never by a request's ``template_variables``.
 RESERVED_VARIABLES = frozenset({"messages", "tools", "documents", "add_generation_prompt"})
@@ -39,6 +40,11 @@ class ChatTemplate:
                 f"the chat template has an error in line {error.lineno}: {error.message}",
                 "Fetch the checkpoint's chat_template.json (or .jinja) again.",
             ) from error
+        except RecursionError:
+            raise CheckpointError(
+                "the chat template has more blocks within each other than can be read",
+                "No model's is so: fetch the checkpoint from where its makers offer it.",
+            ) from None
         self.takes_tools = "tools" in self.variables
 
     def render(
@@ -58,7 +64,8 @@ class ChatTemplate:
         tool call whose arguments are not a JSON object, and ``CheckpointError`` if it fails in any other way.
         """
         try:
-            return self._template.render(
+            return render_bounded(
+                self._template,
                 {
                     **self._special_tokens,
                     **(variables or {}),
@@ -66,7 +73,7 @@ class ChatTemplate:
                     "tools": tools or None,
                     "documents": None,
                     "add_generation_prompt": add_generation_prompt,
-                }
+                },
             )
         except _Refusal as error:
             raise InvalidRequest(
@@ -121,15 +128,15 @@ def read_template_variables(
 def _compile(source: str) -> tuple[Template, str, frozenset[str]]:
     """The template, and its ``literals`` and ``variables``. Raises ``TemplateSyntaxError``."""
     environment = _environment()
-    template, parsed = environment.from_string(source), environment.parse(source)
+    parsed = environment.parse(source)
     written = {node.data for node in parsed.find_all(nodes.TemplateData)}
     written |= {node.value for node in parsed.find_all(nodes.Const) if isinstance(node.value, str)}
     variables = frozenset(meta.find_undeclared_variables(parsed) - environment.globals.keys())
-    return template, "\0".join(written), variables
+    return compile_bounded(environment, parsed), "\0".join(written), variables
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    environment = ImmutableSandboxedEnvironment(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
     environment.filters["tojson"] = _to_json

@@ -291,6 +291,7 @@ def test_the_greeting_is_for_clients(server: Running) -> None:
         ),
         ("Qwen3-VL-4B-Instruct-INT4", ["qwen3-vl:4b", "4B-int4", "Qwen3-VL-4B-Instruct-INT4:latest"]),
         ("Qwen/Qwen3-VL-2B-Thinking", ["qwen3-vl:2b-thinking", "qwen/qwen3-vl-2b-thinking"]),
+        ("ollama:textonly:latest", ["textonly", "textonly:latest", "ollama:textonly"]),
     ],
 )
 def test_names_that_mean_the_served_model(served: str, names: list[str]) -> None:

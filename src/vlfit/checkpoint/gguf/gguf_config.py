@@ -305,6 +305,13 @@ def _read_with_tower(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) ->
             notes.append(
                 f"{model.name} lacks rope.dimension_sections: taken from {name}, which has the same shapes"
             )
+        half = text["head_dim"] // 2
+        if sum(sections) != half:
+            raise model.fields.field_error(
+                keys.key("rope.dimension_sections"),
+                f"is {list(sections)}",
+                f"integers that add up to {half}, half of a head",
+            )
         text["rope_scaling"] = {
             "rope_type": "default",
             "mrope_interleaved": True,

@@ -320,8 +320,10 @@ class _Parser:
         elements = prod(shape)
         if not 0 < elements <= _MAX_ELEMENTS or shape[-1] % block:
             raise self._error(f"has the shape {list(shape)} for {name}, which {kind} cannot store")
-        if offset % alignment or offset > _MAX_ELEMENTS * 8:
+        if offset % alignment:
             raise self._error(f"has {name} at the offset {offset:,}, not a multiple of {alignment}")
+        if offset > _MAX_ELEMENTS * 8:
+            raise self._error(f"has {name} at the offset {offset:,}, beyond any file")
         return name, kind, shape, offset, elements // block * block_bytes
 
     def _check_overlaps(self, tensors: dict[str, GGUFTensor]) -> None:

@@ -54,7 +54,7 @@ class ServedModel:
         if name in known:
             return True
         plain = name.removesuffix(_LATEST)
-        if plain.lower() in map(str.lower, known):
+        if plain.lower() in (each.removesuffix(_LATEST).lower() for each in known):
             return True
         return is_plain_name(plain) and _last_word(self.name) in _names_meant(plain)
 
