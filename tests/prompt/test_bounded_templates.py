@@ -34,6 +34,7 @@ HOSTILE = [
     "{{ '{:10000000000}'.format(1) }}",
     "{{ 'x' | format }}{{ '%10000000000d' | format(1) }}",
     "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
+    "{% for i in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
     "{% if 1 %}" * 3000 + "{% endif %}" * 3000,
 ]
 SOUND = [
@@ -44,6 +45,7 @@ SOUND = [
     "{% for c in 'abc' %}{{ c }}{% if c == 'b' %}{% break %}{% endif %}{% endfor %}",
     "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ '{}-{:>3}'.format(1, 2) }}",
     "{% for m in messages recursive %}{{ m.role }}{% endfor %}{{ range(3) | list }}",
+    "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is sequence else i }}{{ loop.depth }}{% endfor %}",
     "{{ [1, 2, 3] | batch(2) | list }}{{ 'a-b'.split('-') | join('+') }}{{ 'aXb'.replace('X', '--') }}",
     "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}{% set t %}{{ f(2) }}{% endset %}{{ t }}",
 ]

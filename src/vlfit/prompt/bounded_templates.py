@@ -36,6 +36,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
+        self.globals["_step"] = str  # calling anything is a step
         self.filters["_count_items"] = _count_items
         self.filters["_check_length"] = _check_length
         self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})
@@ -66,6 +67,10 @@ def compile_bounded(environment: BoundedEnvironment, parsed: nodes.Template) -> 
     """Compile ``parsed``, which is changed: its loops count, and joined texts are looked at."""
     for loop in parsed.find_all(nodes.For):
         loop.iter = _filtered(loop.iter, "_count_items")
+        if loop.recursive:  # goes through further items without ``iter``
+            where = {"lineno": loop.lineno, "environment": environment}
+            call = nodes.Call(nodes.Name("_step", "load", **where), [], [], None, None, **where)
+            loop.body.insert(0, nodes.ExprStmt(call, **where))
     _check_joined(parsed)
     return environment.from_string(parsed)
 
