@@ -6,6 +6,7 @@ import pytest
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vlfit.errors import CheckpointError
+from vlfit.prompt.bounded_templates import MAX_TEXT
 from vlfit.prompt.chat_template import ChatTemplate
 
 HOSTILE = [
@@ -32,6 +33,9 @@ HOSTILE = [
     "{{ '%10000000000d' % 1 }}",
     "{{ '%*d' % (10000000000, 1) }}",
     "{{ '{:10000000000}'.format(1) }}",
+    "{{ messages | tojson(indent=10000000000) }}",
+    "{% set n = namespace(x='\"') %}{% for i in range(60) %}{% set n.x=n.x|tojson %}{% endfor %}",
+    "{{ lipsum(1000000000) }}",
     "{{ 'x' | format }}{{ '%10000000000d' | format(1) }}",
     "{% for i in range(99999) %}{{ 'x' * 99999 }}{% endfor %}",
     "{% for i in [1, 2] recursive %}{% if loop.depth < 60 %}{{ loop([1, 2]) }}{% endif %}{% endfor %}",
@@ -46,6 +50,7 @@ SOUND = [
     "{% for k, v in messages[0].items() %}{{ k }}={{ v }};{% endfor %}{{ '{}-{:>3}'.format(1, 2) }}",
     "{% for m in messages recursive %}{{ m.role }}{% endfor %}{{ range(3) | list }}",
     "{% for i in [1, [2, [3]]] recursive %}{{ loop(i) if i is sequence else i }}{{ loop.depth }}{% endfor %}",
+    "{{ 123456 | center(9) }}{{ 123456 | tojson }}{{ [1] | tojson(indent=4) }}",
     "{{ [1, 2, 3] | batch(2) | list }}{{ 'a-b'.split('-') | join('+') }}{{ 'aXb'.replace('X', '--') }}",
     "{% macro f(x) %}<{{ x }}>{% endmacro %}{{ f(1) }}{% set t %}{{ f(2) }}{% endset %}{{ t }}",
 ]
@@ -67,3 +72,10 @@ def test_a_sound_template_renders_as_in_jinjas_sandbox(source: str) -> None:
     )
     expected = plain.from_string(source).render(messages=MESSAGES)
     assert ChatTemplate(source, {}).render(MESSAGES) == expected
+
+
+def test_a_long_message_is_no_fault_of_the_template() -> None:
+    content = "a\n" * MAX_TEXT
+    source = "{{ '<' ~ messages[0].content ~ '>' }}{{ messages[0].content.replace('\n', '\n\n') | length }}"
+    rendered = ChatTemplate(source, {}).render([{"role": "user", "content": content}])
+    assert rendered == f"<{content}>{len(content) * 3 // 2}"

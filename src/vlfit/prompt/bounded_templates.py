@@ -2,12 +2,14 @@
 
 Jinja's own sandbox keeps a template from Python's internals, but lets it multiply a text by ten billion or
 loop within loops for hours. Here every loop counts its items and every call itself, and what makes a text
-longer than its parts is looked at before or right after.
+longer than its parts is looked at before or right after. That bounds what such templates do, not what a
+process may take: a text of lists within lists can still be some gigabytes.
 """
 
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import wraps
 from typing import Any
 
@@ -17,26 +19,42 @@ from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 MAX_STEPS = 10_000_000  # items of loops of one rendering, and its calls: some seconds
-MAX_TEXT = 2**24  # characters of a text, items of a list
+MAX_TEXT = 2**24  # characters of a text, or items of a list, beyond what is long already
+_GROWTH = 8  # times as long as it is a text may become, as when it is written as JSON
 _CALL_STEPS = 50  # that a call counts as
 _MAX_BITS = 4096  # of a power
 _MAX_WIDTH = 10_000  # that a text is padded to, or that its lines are indented by
-_WIDE = re.compile(
-    r"[%{][^a-zA-Z%{}]*(\d{5}|\*)|\{[^{}]*[:.{][^{}]*(\d{5}|\{)"
-)  # wider, or as wide as a value
-_WIDENING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice"})
+# A format that is wider, or as wide as a value says.
+_WIDE = re.compile(r"[%{][^a-zA-Z%{}]*(\d{5}|\*)|\{[^{}]*[:.{][^{}]*(\d{5}|\{)")
+_WIDENING = frozenset(
+    ["center", "ljust", "rjust", "zfill", "expandtabs", "indent", "batch", "slice", "tojson"]
+)
 
-_steps: ContextVar[list[int] | None] = ContextVar("steps", default=None)  # those left of a rendering
+
+@dataclass(slots=True)
+class _Limits:
+    """What is left of the steps of a rendering, and how long its texts may be."""
+
+    steps: int = MAX_STEPS
+    text: int = MAX_TEXT
+
+
+_limits: ContextVar[_Limits | None] = ContextVar("limits", default=None)
 
 
 class BoundedEnvironment(ImmutableSandboxedEnvironment):
-    """Compile with ``compile_bounded``, render with ``render_bounded``. Both raise ``SecurityError``."""
+    """Compile with ``compile_bounded``, render with ``render_bounded``, which raises ``SecurityError``.
+
+    ``filters``: others than Jinja's.
+    """
 
     intercepted_binops = frozenset({"*", "**", "%", "+"})
 
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, filters: Mapping[str, Callable[..., Any]], **options: Any) -> None:
         super().__init__(**options)
+        del self.globals["lipsum"]  # a text of any length
         self.globals["_step"] = str  # calling anything is a step
+        self.filters.update(filters)
         self.filters["_count_items"] = _count_items
         self.filters["_check_length"] = _check_length
         self.filters.update({name: _bounded(name, function) for name, function in self.filters.items()})
@@ -46,7 +64,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "*":
             for one, other in ((left, right), (right, left)):
                 if isinstance(one, str | bytes | list | tuple) and isinstance(other, int):
-                    _require(len(one) * other <= MAX_TEXT)
+                    _require_length(len(one) * other)
                 elif isinstance(one, int) and isinstance(other, int):
                     _require(one.bit_length() + other.bit_length() <= _MAX_BITS)
         elif operator == "**" and isinstance(left, int) and isinstance(right, int):
@@ -77,16 +95,25 @@ def compile_bounded(environment: BoundedEnvironment, parsed: nodes.Template) -> 
 
 def render_bounded(template: Template, variables: Mapping[str, Any]) -> str:
     """Render ``template`` of a ``BoundedEnvironment``."""
-    before = _steps.set([MAX_STEPS])
+    before = _limits.set(_Limits(text=MAX_TEXT + _GROWTH * _characters(variables)))
     try:
         pieces, length = [], 0
         for piece in template.generate(variables):
             length += len(piece)
-            _require(length <= MAX_TEXT)
+            _require_length(length)
             pieces.append(piece)
         return "".join(pieces)
     finally:
-        _steps.reset(before)
+        _limits.reset(before)
+
+
+def _characters(value: Any) -> int:
+    """How many there are in all texts in ``value``."""
+    if isinstance(value, str):
+        return len(value)
+    if isinstance(value, Mapping):
+        return sum(_characters(key) + _characters(each) for key, each in value.items())
+    return sum(map(_characters, value)) if isinstance(value, list | tuple) else 0
 
 
 def _check_joined(node: nodes.Node) -> None:
@@ -120,7 +147,7 @@ def _count_items(items: Iterable[Any]) -> Any:
 
 def _check_length(value: Any) -> Any:
     if isinstance(value, str | bytes | list | tuple):
-        _require(len(value) <= MAX_TEXT)
+        _require_length(len(value))
     return value
 
 
@@ -140,16 +167,16 @@ def _require_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
     """Look at the arguments of the filter or method ``name``; the first is what it is applied to."""
     given = (*args, *kwargs.values())
     if name in _WIDENING:
-        _require(all(not isinstance(each, int) or each <= _MAX_WIDTH for each in given))
+        _require(all(not isinstance(each, int) or each <= _MAX_WIDTH for each in given[1:]))
     elif name == "replace" and len(args) > 2:
         text, old, new = (str(each) for each in args[:3])
-        _require(text.count(old) * len(new) <= MAX_TEXT)
+        _require_length(text.count(old) * len(new))
     elif name == "join" and len(args) > 1:
         between, items = (args[0], args[1]) if isinstance(args[0], str) else (args[1], args[0])
         if hasattr(items, "__len__") and isinstance(between, str):
-            _require(len(between) * len(items) + sum(map(_length, items)) <= MAX_TEXT)
+            _require_length(len(between) * len(items) + sum(map(_length, items)))
     elif name == "join" and args and hasattr(args[0], "__len__"):
-        _require(sum(map(_length, args[0])) <= MAX_TEXT)
+        _require_length(sum(map(_length, args[0])))
     elif name in ("format", "format_map") and args and isinstance(args[0], str):
         _require_format(args[0], given[1:])
 
@@ -157,7 +184,8 @@ def _require_sizes(name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) 
 def _require_format(text: str, values: tuple[Any, ...]) -> None:
     places = text.count("{") + text.count("%")
     longest = max(map(_length, values), default=0)
-    _require(_WIDE.search(text) is None and places * longest <= MAX_TEXT)
+    _require(_WIDE.search(text) is None)
+    _require_length(places * longest)
 
 
 def _length(value: Any) -> int:
@@ -165,10 +193,15 @@ def _length(value: Any) -> int:
 
 
 def _take(steps: int) -> None:
-    left = _steps.get()
-    if left is not None:
-        left[0] -= steps
-        _require(left[0] >= 0)
+    limits = _limits.get()
+    if limits is not None:
+        limits.steps -= steps
+        _require(limits.steps >= 0)
+
+
+def _require_length(length: int) -> None:
+    limits = _limits.get()  # None while a template is compiled
+    _require(length <= (MAX_TEXT if limits is None else limits.text))
 
 
 def _require(holds: bool) -> None:

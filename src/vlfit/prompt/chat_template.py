@@ -137,9 +137,8 @@ def _compile(source: str) -> tuple[Template, str, frozenset[str]]:
 
 def _environment() -> BoundedEnvironment:
     environment = BoundedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+        {"tojson": _to_json}, trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
-    environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = _now
     return environment

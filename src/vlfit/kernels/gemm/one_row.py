@@ -31,10 +31,10 @@ from vlfit.kernels.gemm.weights import (
 from vlfit.kernels.launch import pdl_options
 from vlfit.kernels.target import card_of, launches_on
 from vlfit.machine.cards import FP8_CAPABILITY, KERNEL_CAPABILITY
+from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
 
 GROUP = 32  # inputs that a lane multiplies at a time, and that share a scale of the row's integers
 DENSE = "dense"  # the format of weights in the dtype of the row
-MANY_MULTIPROCESSORS = 64  # where memory is the limit, whatever the tiles of large matrices
 REGISTERS = 65536  # of a multiprocessor, of every card from 7.0 to 12.0
 MOST_REGISTERS = 248  # of a thread, in whole eights
 SHARED_MEMORY = 100 * 1024  # bytes of a multiprocessor, of the cards that have least

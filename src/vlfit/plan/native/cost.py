@@ -16,6 +16,7 @@ from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
     FP8_ROW_MULTIPLE,
+    MANY_MULTIPROCESSORS,
     MAX_FUSED_ROWS,
     DequantConfig,
     Table,
@@ -252,7 +253,6 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 _FEW_KV_HEADS = 4  # with so few, more programs share a context
-_FEW_MULTIPROCESSORS = 64  # on fewer, programs that are more than run at once wait for each other
 
 
 def num_decode_splits(sequences: int, kv_heads: int, multiprocessors: int | None = None) -> int:
@@ -266,7 +266,9 @@ def num_decode_splits(sequences: int, kv_heads: int, multiprocessors: int | None
     few_heads = kv_heads <= _FEW_KV_HEADS
     if sequences > 256:
         return 1
-    if multiprocessors is not None and multiprocessors < _FEW_MULTIPROCESSORS:
+    if (
+        multiprocessors is not None and multiprocessors < MANY_MULTIPROCESSORS
+    ):  # more programs do not run at once
         if sequences == 1:
             return 12 if few_heads else 10
         return 6 if sequences <= 4 else 4

@@ -19,6 +19,7 @@ from vlfit.machine.cards import FP8_CAPABILITY as NATIVE_FP8_CAPABILITY
 from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
 from vlfit.units import GIB, KIB, MIB
 
+MANY_MULTIPROCESSORS = 64  # from here on memory bounds what one request does, below what each of them does
 WARPS_TO_FILL_GPU = 1200  # a GEMM with fewer is split
 MOST_SPLITS = 16
 # Most rows of a GEMM that unpacks weights on the fly, and that may be split over its inputs (split-K). More
