@@ -13,8 +13,6 @@ nothing, and cost nothing. Lanes 0, 5, 10 and 15 of sixteen hold the two wanted 
 All lanes of a warp must get to an instruction of the unit together: no branch by lane around it.
 """
 
-from typing import Any  # noqa: F401  in the comment of a type
-
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
@@ -68,12 +66,9 @@ def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
         gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * SIZE
         + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     )
-    loaded = ()  # type: Any
-    for i in gl.static_range(ROUNDS):  # all at once: one after another each would wait for memory
+    for i in range(ROUNDS):
         at = i * (PARALLEL * SIZE) + offs
-        loaded = loaded + (gl.load(x + at, mask=at < K, other=0.0),)  # noqa: RUF005  Triton reads no star
-    for i in gl.static_range(ROUNDS):
-        value = loaded[i]
+        value = gl.load(x + at, mask=at < K, other=0.0)
         if FORM.weights.format == "fp8":
             wide = value.to(gl.float32)
             up, factor = power_of_two_scales(wide, 0)
