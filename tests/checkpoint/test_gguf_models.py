@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
+from tests.damaged_gguf import rewritten
 from tests.gguf_files import as_blocks, as_gguf
 from tests.hollow_gguf import Shapes, write_mmproj, write_model
 from tests.tiny_decoders import sentencepiece_tokenizer
@@ -45,7 +46,8 @@ from vlfit.models.qwen3_vl.config import read_image_processor_config, read_video
 from vlfit.models.registry import parse_config, read_config
 from vlfit.plan.ledger import weight_lines
 from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
-from vlfit.quantize.gguf_output import write_vocabulary
+from vlfit.quantize.conversion import convert
+from vlfit.quantize.gguf_output import convert_to_gguf, write_vocabulary
 
 Tiny = Callable[[str], Path]
 
@@ -476,6 +478,46 @@ def test_models_of_experts_do_not_run(mini_gguf: tuple[Path, Path]) -> None:
     model = edited(read_gguf_header(mini_gguf[0]), qwen3vl__expert_count=128)
     with pytest.raises(UnknownArchitecture):
         read_gguf_config(model, None, no_tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "metadata", "type", "file_type"),
+    [
+        ("m-Q8_0.gguf", {}, "Q8_0", "BF16"),
+        ("m-UD-Q4_K_XL.gguf", {"general.file_type": 15}, "UD-Q4_K_XL", "Q4_K_M"),
+        ("m.gguf", {"general.file_type": 15}, "Q4_K_M", "Q4_K_M"),
+        ("m.gguf", {"general.file_type": None}, "BF16", "BF16"),
+        ("m.gguf", {"general.file_type": 9999}, "BF16", "BF16"),
+    ],
+)
+def test_types_by_name_metadata_and_tensors(
+    name: str,
+    metadata: dict[str, Any],
+    type: str,
+    file_type: str,
+    mini_gguf: tuple[Path, Path],
+    tmp_path: Path,
+) -> None:
+    model = rewritten(mini_gguf[0], tmp_path / name, metadata)
+    for checkpoint in (open_checkpoint(model), read_unopened("x", model, None)):
+        kind = checkpoint.gguf
+        assert kind is not None
+        assert (kind.type, kind.file_type, kind.architectures) == (type, file_type, ("qwen3vl",))
+        assert checkpoint.stored_format == type
+    assert find_exact_models(str(model))[0].weights == type
+    assert open_checkpoint("mini").stored_format == "bf16"
+
+
+def test_what_is_quantized_is_not_converted(tmp_path: Path) -> None:
+    checkpoint = open_checkpoint(as_gguf(mini_folder(), tmp_path / "gguf", "q8_0")[0])
+    for refused in (
+        lambda: convert(checkpoint, "int4", tmp_path / "int4"),
+        lambda: convert_to_gguf(checkpoint, "q4_0", tmp_path / "q4_0"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            refused()
+        assert "(Q8_0)" in caught.value.message
+        assert "int8" not in caught.value.message
 
 
 def test_growing_weights_are_said(tmp_path: Path) -> None:

@@ -38,6 +38,14 @@ def test_what_is_slower_than_predicted_is_said(
     assert told["ok"] is True
 
 
+def test_a_gguf_is_called_by_its_type() -> None:
+    result = VerifyResult("m", "int8", CARD, CheckReport("quick"), stored_format="Q8_0")
+    for text in (report_lines(result)[0], share_block(result)):
+        assert "Q8_0" in text
+        assert "int8" not in text
+    assert to_json(result)["weights_format"] == "int8"  # as before, for programs
+
+
 def test_without_a_prediction_nothing_is_said() -> None:
     speed = MeasuredSpeed(1.0, 9.0, 100, None)
     result = VerifyResult("mini", "bf16", {"device": "AMD EPYC"}, CheckReport("quick"), speed=speed)

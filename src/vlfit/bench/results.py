@@ -204,7 +204,7 @@ def _setup_lines(measured: BenchResult) -> list[str]:
     return [
         f"vlfit {__version__}, {versions}",
         _computer_and_gpu(measured),
-        f"{checkpoint.name}: {checkpoint.weights_format}, "
+        f"{checkpoint.name}: {checkpoint.stored_format}, "
         f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
         f"{options.tokens} generated, greedy; medians of {options.repeat} ± standard deviation",

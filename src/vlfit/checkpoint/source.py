@@ -21,7 +21,7 @@ from vlfit.checkpoint.gguf.file_names import (
     split_mmproj,
     stem_of,
 )
-from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
+from vlfit.checkpoint.gguf.gguf_folder import GGUFKind, is_gguf_folder
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.pooling_files import without_missing_head
 from vlfit.checkpoint.tensors import check_tensors, count_parameters, normalize_gptq_awq, weights_format
@@ -54,13 +54,14 @@ class Checkpoint:
     """Config and tensor headers of a checkpoint, checked against each other; no weights are in memory.
 
     AWQ and GPTQ checkpoints have ``config`` and ``tensors`` in the terms of compressed-tensors
-    (``normalize_gptq_awq``). ``tensors``: by name.
+    (``normalize_gptq_awq``). ``tensors``: by name. ``gguf``: None unless the model is of GGUF files.
     """
 
     name: str
     folder: Path
     config: ModelConfig
     tensors: dict[str, TensorInfo]
+    gguf: GGUFKind | None = None
 
     @property
     def model_type(self) -> str:
@@ -81,6 +82,11 @@ class Checkpoint:
     def weights_format(self) -> str:
         """Weights format: ``int4``, ``fp8``, ``int8``, ``bf16``, ``fp16`` or ``fp32``; see ``tensors.py``."""
         return weights_format(self.tensors, self.config.quantization)
+
+    @property
+    def stored_format(self) -> str:
+        """The format as people call it: ``weights_format``, of GGUF models their type (``Q8_0``)."""
+        return self.gguf.type if self.gguf is not None else self.weights_format
 
 
 def open_checkpoint(model: str | Path, progress: ByteProgress | None = None) -> Checkpoint:

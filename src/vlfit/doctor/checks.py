@@ -281,7 +281,7 @@ def check_verified(gpus: tuple[Gpu, ...]) -> list[Check]:
     found = []
     for each in [each for each in kept if each.device.key in here][:_MOST_VERIFIED]:
         again = f"Run `vlfit verify {shlex.quote(name_for_commands(each.model))} --quick`."
-        says = f"{each.model} ({each.weights_format}) was verified on {each.date}"
+        says = f"{each.model} ({each.weights}) was verified on {each.date}"
         changed = []
         if each.device.driver and drivers.get(each.device.name) != each.device.driver:
             changed.append(f"the driver was {each.device.driver}")

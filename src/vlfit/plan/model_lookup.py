@@ -150,9 +150,10 @@ def found_gguf_model(found: FoundModel) -> Model:
 
 
 def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
-    """``kind``: its type by its name, "" for the one that most of its weights have."""
-    from vlfit.checkpoint.gguf.unopened import most_frequent_type, widened_types
+    """``kind``: its type by its name, "" for the one that its metadata or most of its weights have."""
+    from vlfit.checkpoint.gguf.unopened import widened_types
 
+    assert checkpoint.gguf is not None
     widened = ", ".join(widened_types(checkpoint.tensors))
     return model_of(
         checkpoint.name,
@@ -160,7 +161,7 @@ def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
         checkpoint.tensors,
         f"{FROM_HEADERS}; in 16 bits: {widened}" if widened else FROM_HEADERS,
         source=source,
-        gguf_type=kind or most_frequent_type(checkpoint.tensors),
+        gguf_type=kind or checkpoint.gguf.file_type,
     )
 
 

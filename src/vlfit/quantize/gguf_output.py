@@ -86,7 +86,7 @@ def convert_to_gguf(
     started = time.perf_counter()
     if checkpoint.config.quantization is not None:
         raise UsageError(
-            f"{checkpoint.name} is quantized ({checkpoint.weights_format})",
+            f"{checkpoint.name} is quantized ({checkpoint.stored_format})",
             "Convert the original checkpoint in 16 bits.",
         )
     if checkpoint.model_type not in ARCHITECTURES:

@@ -4,7 +4,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.checkpoint.conversions import EMBEDDING_TARGET, FP8_BLOCK, HEAD_TARGET, INT8_PER_ROW
-from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder
 from vlfit.checkpoint.quantization import (
     COMPRESSED_METHOD,
     FLOAT_FORMAT,
@@ -103,15 +102,18 @@ def new_recipe(checkpoint: Checkpoint, options: ConversionOptions) -> Recipe:
     source_format = checkpoint.config.quantization
     fp8_source = source_format if isinstance(source_format, Fp8Format) else None
     is_plain = (options.head, options.embedding, options.vision) == (UNCHANGED, UNCHANGED, UNCHANGED)
+    if checkpoint.gguf is not None:
+        raise UsageError(
+            f"{checkpoint.name} is a GGUF model ({checkpoint.gguf.type}), which vlfit runs and does not "
+            f"convert to {options.weights}",
+            "Convert the original checkpoint."
+            if source_format is not None
+            else "Convert the original checkpoint, or write other GGUF types with --to gguf.",
+        )
     if source_format is not None and (fp8_source is None or (options.weights == FP8 and is_plain)):
         raise UsageError(
             f"{checkpoint.name} is already in {checkpoint.weights_format}",
             "Convert the original 16-bit checkpoint: quantizing twice loses accuracy.",
-        )
-    if is_gguf_folder(checkpoint.folder):
-        raise UsageError(
-            f"{checkpoint.name} is a GGUF model, which vlfit runs and does not convert to {options.weights}",
-            "Convert the original checkpoint, or write other GGUF types with --to gguf.",
         )
     if options.head != UNCHANGED and checkpoint.config.tie_word_embeddings:
         raise UsageError(

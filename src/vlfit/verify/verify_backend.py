@@ -101,7 +101,16 @@ def verify_backend(
     report.seconds["all"] = seconds
     why = "" if rows else "only of models in this process it is known"
     return VerifyResult(
-        checkpoint.name, checkpoint.weights_format, machine, report, rows, why, speed, versions, seconds
+        checkpoint.name,
+        checkpoint.weights_format,
+        machine,
+        report,
+        rows,
+        why,
+        speed,
+        versions,
+        seconds,
+        checkpoint.stored_format,
     )
 
 

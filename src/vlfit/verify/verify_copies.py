@@ -31,7 +31,8 @@ class CopyRow:
     """One line of the table: ``figures`` None, and why in ``error``, for a copy that could not be measured.
 
     ``bytes``: of its weights in the files, 0 if they cannot be read, as ``weights_format`` is "" then.
-    ``is_widest``: the one that all are held against, the widest that runs.
+    ``is_widest``: the one that all are held against, the widest that runs. ``stored_format``:
+    ``Checkpoint.stored_format``, for people; "" if it is ``weights_format``.
     """
 
     name: str
@@ -41,6 +42,12 @@ class CopyRow:
     figures: CopyFigures | None
     error: str = ""
     seconds: float = 0.0
+    stored_format: str = ""
+
+    @property
+    def format_name(self) -> str:
+        """The format of its weights as people call it: of GGUF models their type."""
+        return self.stored_format or self.weights_format
 
     def as_json(self) -> dict[str, Any]:
         """The row as an object of ``copies`` in the JSON output."""
@@ -140,6 +147,7 @@ def compare_copies(
                 figures,
                 error,
                 time.perf_counter() - began,
+                checkpoint.stored_format,
             )
         )
     if original is None and first_error is not None:
@@ -246,13 +254,13 @@ def _cells(row: CopyRow, name_width: int) -> tuple[str, ...]:
     size = f"{row.bytes / MIB:,.1f}" if row.bytes else "-"
     figures = row.figures
     if figures is None:
-        return (name, row.weights_format or "-", size, *["failed"] * 5)
+        return (name, row.format_name or "-", size, *["failed"] * 5)
     boxes = "-" if figures.boxes_iou is None else f"{figures.boxes_iou:.3f}"
     words = _of(figures.words_right, figures.words, figures.words_changed)
     counts = _of(figures.counts_right, figures.counts, figures.counts_changed)
     kld = "-" if row.is_widest else f"{figures.kld_mean:.5f}"
     top1 = "-" if row.is_widest else f"{figures.top1:.1%}"
-    return (name, row.weights_format, size, kld, top1, "-" if row.is_widest else boxes, words, counts)
+    return (name, row.format_name, size, kld, top1, "-" if row.is_widest else boxes, words, counts)
 
 
 def _of(right: int | None, asked: int | None, changed: int | None) -> str:
@@ -265,8 +273,8 @@ def against_lines(rows: Sequence[CopyRow]) -> list[str]:
     """Two copies in words: the narrower beside the wider."""
     wide, copy = rows
     lines = [
-        f"{copy.name} ({copy.weights_format}, {copy.bytes / MIB:,.1f} MiB) beside {wide.name}"
-        f" ({wide.weights_format}, {wide.bytes / MIB:,.1f} MiB)"
+        f"{copy.name} ({copy.format_name}, {copy.bytes / MIB:,.1f} MiB) beside {wide.name}"
+        f" ({wide.format_name}, {wide.bytes / MIB:,.1f} MiB)"
     ]
     figures = copy.figures
     failed = wide if wide.figures is None else copy

@@ -104,7 +104,7 @@ def keep_result(
     keep(
         Verification(
             model=result.model if model is None else model.name,
-            weights=result.weights_format if model is None else model.weights,
+            weights=result.format_name if model is None else model.weights,
             weights_format=result.weights_format,
             device=device_of(gpu),
             torch=torch,

@@ -52,7 +52,7 @@ def report_lines(result: VerifyResult) -> list[str]:
 
 def _title(result: VerifyResult) -> str:
     where = result.machine.get("device", "")
-    return f"{result.model} ({result.weights_format}) on {where}: {'ok' if result.report.ok else 'DIFFERS'}"
+    return f"{result.model} ({result.format_name}) on {where}: {'ok' if result.report.ok else 'DIFFERS'}"
 
 
 def _agreement(result: VerifyResult) -> str:
@@ -144,7 +144,7 @@ def share_block(result: VerifyResult) -> str:
     report, speed = result.report, result.speed
     model = result.model if _is_public(result.model) else LOCAL
     rows = [
-        ("model", f"{model}, {result.weights_format}"),
+        ("model", f"{model}, {result.format_name}"),
         *((name, value) for name, value in result.machine.items()),
         ("versions", ", ".join(f"{name} {number}" for name, number in result.versions.items())),
         ("verdict", _short_verdict(result)),

@@ -68,6 +68,7 @@ class VerifyResult:
 
     ``rows``: ledger lines, planned and held; empty for the reason ``why_no_rows``. ``machine``, ``versions``:
     as shown, by name. ``speed``: None if it was not measured. ``seconds``: of the whole run.
+    ``stored_format``: ``Checkpoint.stored_format``, "" if it is ``weights_format``.
     """
 
     model: str
@@ -79,6 +80,12 @@ class VerifyResult:
     speed: MeasuredSpeed | None = None
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
+    stored_format: str = ""
+
+    @property
+    def format_name(self) -> str:
+        """The format of its weights as people call it: of GGUF models their type."""
+        return self.stored_format or self.weights_format
 
     @property
     def planned_bytes(self) -> int:
@@ -264,6 +271,7 @@ def verify(
         speed,
         versions,
         time.perf_counter() - began,
+        checkpoint.stored_format,
     )
 
 

@@ -12,16 +12,19 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.damaged_gguf import rewritten
+from tests.gguf_files import as_gguf
 from tests.server.harness import Running, running, wait_for
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions, SleepLevel
 from vlfit.api.stats import SleepResult, SleepState
 from vlfit.backends.base import Capabilities
 from vlfit.backends.native import NativeBackend
+from vlfit.checkpoint.source import mini_folder, open_checkpoint
 from vlfit.errors import InvalidRequest
 from vlfit.server.models.served_models import ServedModel, is_plain_name
 from vlfit.server.ollama.keep_alive import FOREVER, parse_keep_alive
-from vlfit.server.ollama.model_details import loaded_row, short_name, with_tag
+from vlfit.server.ollama.model_details import details, loaded_row, short_name, with_tag
 from vlfit.server.ollama.ollama_schema import (
     FIELDS,
     OllamaChatRequest,
@@ -393,3 +396,29 @@ def test_fields_of_the_table_do_as_it_says(server: Running, scripted: ScriptedBa
         )
         assert answer.status_code == 400
         assert name in answer.json()["error"]
+
+
+# --- GGUF models -------------------------------------------------------------------------------------------
+
+
+def details_of(model: Path) -> dict[str, Any]:
+    backend = ScriptedBackend()
+    backend.checkpoint = open_checkpoint(model)
+    return details(ServedModel(backend))
+
+
+def test_a_gguf_is_shown_as_ollama_shows_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model, mmproj = as_gguf(mini_folder(), tmp_path / "gguf", "q5_0")
+    assert mmproj is not None
+    shown = details_of(model)
+    assert (shown["format"], shown["quantization_level"]) == ("gguf", "Q5_0")
+    assert (shown["family"], shown["families"]) == ("qwen3vl", ["qwen3vl", "clip"])
+    text_only = rewritten(model, tmp_path / "alone" / "m-Q8_0.gguf", {"general.file_type": 15})
+    shown = details_of(text_only)  # metadata go before the name and the tensors
+    assert (shown["quantization_level"], shown["families"]) == ("Q4_K_M", ["qwen3vl"])
+    untyped = rewritten(model, tmp_path / "untyped" / "m.gguf", {"general.file_type": None})
+    assert details_of(untyped)["quantization_level"] == "Q5_0"
+    kept = details_of(mini_folder())
+    assert (kept["format"], kept["quantization_level"]) == ("safetensors", "BF16")
+    assert kept["families"] == ["qwen3vl"]

@@ -26,6 +26,7 @@ from vlfit.checkpoint.gguf.gguf_config import (
 from vlfit.checkpoint.gguf.gguf_folder import (
     FORMAT,
     SOURCES_FILE,
+    GGUFKind,
     Sources,
     cache_folder,
     read_sources,
@@ -33,7 +34,7 @@ from vlfit.checkpoint.gguf.gguf_folder import (
     stamp,
 )
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
 from vlfit.checkpoint.gguf.stored_blocks import exact_form
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside
@@ -149,8 +150,8 @@ def _growth_notes(tensors: Mapping[str, TensorInfo]) -> list[str]:
     ]
 
 
-def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInfo]]:
-    """Config and tensors of the GGUF model that ``folder`` stands for, checked against each other.
+def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInfo], GGUFKind]:
+    """Config and tensors of the GGUF model that ``folder`` stands for, checked against each other; its kind.
 
     Raises ``CheckpointError``, also if its files are not the same any more.
     """
@@ -159,7 +160,7 @@ def read_gguf_checkpoint(folder: Path) -> tuple[ModelConfig, dict[str, TensorInf
     mmproj = [GGUFFile(path, read_gguf_header(path)) for path in sources.mmproj]
     config, tensors = normalize_gguf(read_config(folder), text, mmproj)
     check_gguf_tensors(config, tensors, text, mmproj)
-    return config, tensors
+    return config, tensors, kind_of(text, mmproj)
 
 
 def gguf_notes(folder: Path) -> tuple[str, ...]:

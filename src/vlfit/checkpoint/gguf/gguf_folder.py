@@ -20,6 +20,20 @@ FORMAT = 3
 
 
 @dataclass(frozen=True, slots=True)
+class GGUFKind:
+    """What a GGUF model says it is, for people.
+
+    ``architectures``: of its file, then of its mmproj (``clip``), if it has one. ``file_type``: the type of
+    its weights, such as ``Q4_K_M``, by ``general.file_type``, else the one that most weights have. ``type``:
+    as its file's name has it (``UD-Q4_K_XL``), else ``file_type``.
+    """
+
+    architectures: tuple[str, ...]
+    file_type: str
+    type: str
+
+
+@dataclass(frozen=True, slots=True)
 class Sources:
     """The GGUF files that a folder stands for.
 

@@ -22,6 +22,8 @@ from vlfit.checkpoint.gguf.file_layouts import (
     special_name,
     text_layers,
 )
+from vlfit.checkpoint.gguf.file_names import type_of_name, type_of_number
+from vlfit.checkpoint.gguf.gguf_folder import GGUFKind
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, GGUFTensor
 from vlfit.checkpoint.gguf.stored_blocks import (
     DEQUANTIZED,
@@ -259,6 +261,15 @@ def _scheme(form: ExactForm) -> WeightScheme:
         super_group=form.super_group,
         codebook=form.codebook,
     )
+
+
+def kind_of(text: list[GGUFFile], mmproj: list[GGUFFile]) -> GGUFKind:
+    """What the files of a model say that it is. Arguments: as for ``normalize_gguf``."""
+    first = text[0]
+    file_type = type_of_number(first.header.metadata.get("general.file_type"))
+    file_type = file_type or next(iter(types_in_files(text)), "")
+    architectures = tuple(files[0].header.architecture for files in (text, mmproj) if files)
+    return GGUFKind(architectures, file_type, type_of_name(first.path.name) or file_type)
 
 
 def types_in_files(files: list[GGUFFile]) -> dict[str, int]:

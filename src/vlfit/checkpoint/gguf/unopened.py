@@ -19,7 +19,7 @@ from vlfit.checkpoint.gguf.file_names import split_parts
 from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, join_headers
 from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
-from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
@@ -100,19 +100,6 @@ def read_quantizations(
     return [found[each.type] for each in wanted]
 
 
-def most_frequent_type(tensors: Mapping[str, TensorInfo]) -> str:
-    """The block type of most weights, for a file whose name says none."""
-    counts: dict[str, int] = {}
-    for info in tensors.values():
-        kind, count = info.dtype, info.count
-        if info.blocks is not None:
-            if info.blocks.part in (BlockPart.SCALES, BlockPart.SUPER_SCALES):
-                continue
-            kind, count = info.blocks.type, prod(info.blocks.shape) * info.blocks.pieces
-        counts[kind] = counts.get(kind, 0) + count
-    return max(counts, key=lambda kind: counts[kind])
-
-
 def widened_types(tensors: Mapping[str, TensorInfo]) -> tuple[str, ...]:
     """The block types that are held in 16 bits, as no form holds them exactly: IQ2_S, say. Sorted."""
     return tuple(
@@ -154,7 +141,7 @@ def _checkpoint(
         if not (tower and may_leave_out):
             raise
         return _checkpoint(name, folder, parts, ())
-    return Checkpoint(name, folder, config, tensors)
+    return Checkpoint(name, folder, config, tensors, kind_of(*files))
 
 
 def config_of_headers(

@@ -35,6 +35,7 @@ def expect_on_gpu(
     gpu = with_bandwidth(gpu)
     try:
         model = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, FROM_HEADERS)
+        model = replace(model, weights=checkpoint.stored_format)  # what people call it, in notes
         lines = _COSTS.lines(model, gpu, replace(settings, weights=model.weights))
         if kv_tokens is not None:
             lines = tuple(

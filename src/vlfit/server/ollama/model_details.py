@@ -11,6 +11,8 @@ from typing import Any
 
 from vlfit.backends.base import Backend
 from vlfit.checkpoint import catalog
+from vlfit.checkpoint.any_model import AnyCheckpoint
+from vlfit.checkpoint.gguf.gguf_folder import GGUFKind
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.prompt.reasoning import Thinking
 from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures, thinking_of
@@ -147,23 +149,37 @@ def size_of(model: ServedModel) -> int:
 def details(model: ServedModel) -> dict[str, Any]:
     """Family, parameter count and weights format, as Ollama's ``details``.
 
+    Of GGUF models families are the architectures of its file and of its mmproj (``clip``), as in Ollama.
     Empty strings if the model runs on another server.
     """
     checkpoint = checkpoint_of(model.backend)
-    family = _family(checkpoint.model_type) if checkpoint is not None else ""
+    if checkpoint is None:
+        families: tuple[str, ...] = ()
+        stored = level = size = ""
+    else:
+        gguf = _gguf_of(checkpoint)
+        families = (_family(checkpoint),) if gguf is None else gguf.architectures
+        stored = "safetensors" if gguf is None else "gguf"
+        level = checkpoint.weights_format.upper() if gguf is None else gguf.file_type
+        size = _parameters_in_words(checkpoint.parameter_count)
     return {
         "parent_model": "",
-        "format": "safetensors" if checkpoint is not None else "",
-        "family": family,
-        "families": [family] if family else [],
-        "parameter_size": _parameters_in_words(checkpoint.parameter_count) if checkpoint is not None else "",
-        "quantization_level": checkpoint.weights_format.upper() if checkpoint is not None else "",
+        "format": stored,
+        "family": families[0] if families else "",
+        "families": list(families),
+        "parameter_size": size,
+        "quantization_level": level,
     }
 
 
-def _family(model_type: str) -> str:
-    """``qwen3_vl`` is ``qwen3vl`` in Ollama."""
-    return model_type.replace("_", "")
+def _gguf_of(checkpoint: Checkpoint | AnyCheckpoint) -> GGUFKind | None:
+    return checkpoint.gguf if isinstance(checkpoint, Checkpoint) else None
+
+
+def _family(checkpoint: Checkpoint | AnyCheckpoint) -> str:
+    """A GGUF's architecture; else the model type as Ollama spells it: ``qwen3_vl`` is ``qwen3vl``."""
+    gguf = _gguf_of(checkpoint)
+    return checkpoint.model_type.replace("_", "") if gguf is None else gguf.architectures[0]
 
 
 def _parameters_in_words(count: int) -> str:
@@ -178,7 +194,7 @@ def _model_info(model: ServedModel) -> dict[str, Any]:
     context = model.context or model.backend.context
     if checkpoint is None:
         return {"general.architecture": "", **({".context_length": context} if context else {})}
-    family = _family(checkpoint.model_type)
+    family = _family(checkpoint)
     info: dict[str, Any] = {
         "general.architecture": family,
         "general.basename": model.name,
