@@ -17,12 +17,14 @@ class Fields:
     ``file``, ``prefix``: name of its file and path within it, such as ``text_config.``, for error messages. A
     field that is null counts as missing. Methods that read a field return ``default`` if the field is
     missing, and raise ``CheckpointError`` for a wrong type, or if it is missing and there is no ``default``.
+    ``hint``: of these errors.
     """
 
-    def __init__(self, values: dict[str, Any], file: str, prefix: str = "") -> None:
+    def __init__(self, values: dict[str, Any], file: str, prefix: str = "", hint: str = COMPARE_HINT) -> None:
         self.values = values
         self.file = file
         self.prefix = prefix
+        self.hint = hint
 
     @classmethod
     def read(cls, path: Path) -> "Fields":
@@ -58,7 +60,7 @@ class Fields:
         """
         return CheckpointError(
             f"{self.file}: {self.prefix}{name} {problem}; wanted {expected}",
-            COMPARE_HINT,
+            self.hint,
         )
 
     def _get(self, name: str, default: Any, expected: str) -> Any:
@@ -131,7 +133,7 @@ class Fields:
         value = self._get(name, {}, "an object")
         if not isinstance(value, dict):
             raise self.field_error(name, f"is {_json_type(value)}", "an object")
-        return Fields(value, self.file, f"{self.prefix}{name}.")
+        return Fields(value, self.file, f"{self.prefix}{name}.", self.hint)
 
 
 def _is_number(value: object) -> bool:

@@ -2,16 +2,18 @@
 
 import hashlib
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vlfit.checkpoint.gguf.advice import FETCH_AGAIN
 from vlfit.checkpoint.gguf.file_names import split_parts
 from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
-from vlfit.checkpoint.source import locate_or_download, read_checkpoint, resolve_name
+from vlfit.checkpoint.gguf.gguf_names import errors_name_gguf
+from vlfit.checkpoint.processor_files import read_chat_template
+from vlfit.checkpoint.source import Checkpoint, locate_or_download, read_checkpoint, resolve_name
 from vlfit.doctor.checks import Check
-from vlfit.errors import NotDownloaded, VlfitError
+from vlfit.errors import CheckpointError, InvalidRequest, MissingFile, NotDownloaded, VlfitError
 from vlfit.units import format_bytes
 
 _DIGEST = re.compile(r"(?:sha256-)?([0-9a-f]{64})")  # names of blobs of Ollama and of the hub's cache
@@ -22,8 +24,9 @@ def check_model(name: str) -> list[Check]:
     """Check the files of the model that ``name`` means, and whether they belong together. Uses no network.
 
     The checks: ``model.file`` for each GGUF file, ``model.checksum`` where the file's name has one (reads all
-    of it), ``model`` (config, tensors, vocabulary and vision tower together), ``model.note`` for what is
-    missing and was taken from elsewhere. Raises the errors of ``resolve_name``, and ``NotDownloaded``.
+    of it), ``model`` (config, tensors, vocabulary and vision tower together), ``model.tokenizer`` and
+    ``model.template`` (what only a request would find), ``model.note`` for what is missing and was taken from
+    elsewhere. Raises the errors of ``resolve_name``, and ``NotDownloaded``.
     """
     one = resolve_name(name)[0]
     folder = one.local_folder()
@@ -83,5 +86,61 @@ def _whole(name: str) -> Iterator[Check]:
         "green",
         f"{called}: {checkpoint.parameter_count / 1e6:,.0f} million parameters, {sees}{tower}",
     )
+    yield from _prompts(checkpoint)
     for note in sources.notes if sources is not None else ():
         yield Check("model.note", "yellow", note)
+
+
+def _prompts(checkpoint: Checkpoint) -> Iterator[Check]:
+    """What else would fail only with a request: tokenizer and chat template."""
+    for name, check in _PROMPT_CHECKS:
+        try:
+            with errors_name_gguf(checkpoint.folder):
+                check(checkpoint)
+        except _Doubt as doubt:
+            yield Check(name, "yellow", doubt.message, doubt.hint)
+        except VlfitError as error:
+            yield Check(name, "red", error.message, error.hint)
+
+
+class _Doubt(VlfitError):
+    """What may be as it should be."""
+
+
+def _read_tokenizer(checkpoint: Checkpoint) -> None:
+    from vlfit.prompt.tokenizer import read_tokenizer  # imports tokenizers
+
+    read_tokenizer(checkpoint.folder, checkpoint.model_type)
+
+
+def _render_template(checkpoint: Checkpoint) -> None:
+    """Render one message, with a picture if the model takes some."""
+    from vlfit.prompt.chat_template import ChatTemplate  # imports Jinja
+    from vlfit.prompt.tokenizer import read_special_tokens
+
+    folder, vision = checkpoint.folder, checkpoint.config.vision
+    try:
+        source = read_chat_template(folder)
+    except MissingFile as error:
+        if vision is not None:
+            raise
+        raise _Doubt(
+            f"{error.message}: it continues the text that it is sent, and may not answer", error.hint
+        ) from None
+    template = ChatTemplate(source, read_special_tokens(folder))
+    text = {"type": "text", "text": "Hello"}
+    content = "Hello" if vision is None else [{"type": "image"}, text]
+    try:
+        rendered = template.render([{"role": "user", "content": content}])
+    except InvalidRequest as error:
+        raise CheckpointError(error.message, "Fetch the checkpoint again.") from None
+    if vision is not None and rendered == template.render([{"role": "user", "content": [text]}]):
+        raise CheckpointError(
+            "the chat template leaves pictures out", "It is a text model's. Fetch the whole checkpoint again."
+        )
+
+
+_PROMPT_CHECKS: tuple[tuple[str, Callable[[Checkpoint], None]], ...] = (
+    ("model.tokenizer", _read_tokenizer),
+    ("model.template", _render_template),
+)

@@ -16,6 +16,8 @@ from pathlib import Path
 from vlfit.api.conversation import Conversation, ImagePart, TextPart, Tool, VideoPart
 from vlfit.api.outputs import ImageSeen
 from vlfit.checkpoint.config import ModelConfig, text_only_error
+from vlfit.checkpoint.gguf.gguf_folder import model_file_name
+from vlfit.checkpoint.gguf.gguf_names import errors_name_gguf
 from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.interface import ImagePrompts, PreparedImage, builders_of
@@ -61,6 +63,10 @@ class PromptBuilder:
 
     def __init__(self, folder: Path, config: ModelConfig) -> None:
         self._folder = folder
+        with errors_name_gguf(folder):
+            self._read(folder, config)
+
+    def _read(self, folder: Path, config: ModelConfig) -> None:
         self.tokenizer = read_tokenizer(folder, config.model_type)
         self._spelling = TokenBytes.of(self.tokenizer)
         build = builders_of(config).image_prompts
@@ -81,7 +87,8 @@ class PromptBuilder:
             if self._image_prompts is not None:
                 raise
         logger.warning(
-            "%s has no chat template: it continues the text that it is sent, and may not answer", folder
+            "%s has no chat template: it continues the text that it is sent, and may not answer",
+            model_file_name(folder) or folder,
         )
         self._begin = self.tokenizer.encode("", add_special_tokens=True).ids
         return _PLAIN
@@ -128,14 +135,16 @@ class PromptBuilder:
             )
         marked, described, markers = self._control.mark(conversation, tools)
         variables = read_template_variables(template_variables, self._control.first_name_in)
-        rendered = self._template.render(marked, described, variables)
+        with errors_name_gguf(self._folder):
+            rendered = self._template.render(marked, described, variables)
         if self._image_prompts is None:
             return Prompt((*self._begin, *self._control.encode(rendered, markers)), (), 0)
         prompts, most_text = self._image_prompts, len(rendered.encode())
 
         def insert_images(images: tuple[PreparedImage, ...]) -> Prompt:
             expanded = prompts.expand_clips(rendered, images, self._control, markers)
-            token_ids = prompts.repeat_placeholders(self._control.encode(expanded, markers), images)
+            with errors_name_gguf(self._folder):
+                token_ids = prompts.repeat_placeholders(self._control.encode(expanded, markers), images)
             return Prompt(token_ids, images, sum(image.tokens for image in images))
 
         def check(images: tuple[PreparedImage, ...]) -> None:

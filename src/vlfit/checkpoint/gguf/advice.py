@@ -12,3 +12,5 @@ OTHER_LAYOUT = (
     "so has vlfit pull unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M."
 )
 OTHER_CONVERSION = "It was converted by an old llama.cpp. Get another conversion of the model."
+OTHER_METADATA = "Fetch this file again, or get another conversion of the model."
+OTHER_VOCABULARY = "Its conversion went wrong. Get another conversion of the model."

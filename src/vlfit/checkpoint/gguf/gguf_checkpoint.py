@@ -15,7 +15,6 @@ import numpy as np
 import numpy.typing as npt
 
 from vlfit.checkpoint.config import ModelConfig
-from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.file_names import is_mmproj_name, split_parts, stem_of
 from vlfit.checkpoint.gguf.gguf_config import (
@@ -34,6 +33,7 @@ from vlfit.checkpoint.gguf.gguf_folder import (
     stamp,
 )
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, read_gguf_header
+from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
 from vlfit.checkpoint.gguf.gguf_vocabulary import GGUFVocabulary, read_vocabulary
 from vlfit.checkpoint.gguf.stored_blocks import exact_form
@@ -48,7 +48,7 @@ from vlfit.errors import (
     UsageError,
     VlfitError,
 )
-from vlfit.models.registry import parse_config, read_config
+from vlfit.models.registry import read_config
 from vlfit.units import format_bytes
 
 _LAST_MATRIX = "mm.2.weight"  # of a vision tower; its rows are as wide as the text model
@@ -126,7 +126,8 @@ def _read_tensors(
     config: GGUFConfig, files: list[GGUFFile], towers: list[GGUFFile]
 ) -> Mapping[str, TensorInfo]:
     """The tensors of the model, checked against its config. Raises ``CheckpointError``."""
-    parsed, tensors = normalize_gguf(parse_config(Fields(config.config, files[0].header.name)), files, towers)
+    tower = towers[0].header if towers else None
+    parsed, tensors = normalize_gguf(parse_gguf_config(config.config, files[0].header, tower), files, towers)
     check_gguf_tensors(parsed, tensors, files, towers)
     return tensors
 

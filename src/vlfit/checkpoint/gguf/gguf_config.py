@@ -18,6 +18,7 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.advice import NAME_MMPROJ, OTHER_CONVERSION, OTHER_LAYOUT
 from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, shortest
+from vlfit.checkpoint.gguf.gguf_vocabulary import ADDED_TYPES
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, split_tower
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture
 
@@ -401,8 +402,8 @@ def _pixel_limits(mmproj: GGUFHeader, notes: list[str]) -> tuple[dict[str, Any],
         "patch_size": keys.integer("patch_size"),
         "temporal_patch_size": 2,
         "merge_size": keys.integer("spatial_merge_size", 2),
-        "image_mean": list(fields.numbers("clip.vision.image_mean")),
-        "image_std": list(fields.numbers("clip.vision.image_std")),
+        "image_mean": _per_channel(fields, "clip.vision.image_mean"),
+        "image_std": _per_channel(fields, "clip.vision.image_std", above=0),
     }
     sizes = [
         {
@@ -411,12 +412,26 @@ def _pixel_limits(mmproj: GGUFHeader, notes: list[str]) -> tuple[dict[str, Any],
         }
         for (low, high), limits in (((least, most), _IMAGE_PIXELS), (VIDEO_KEYS, _VIDEO_PIXELS))
     ]
+    for (low, high), size in zip(((least, most), VIDEO_KEYS), sizes, strict=True):
+        if size["shortest_edge"] > size["longest_edge"]:
+            wanted = f"at most {high}, {size['longest_edge']:,}"
+            raise fields.field_error(low, f"is {size['shortest_edge']:,}", wanted)
     return {"size": sizes[0], **common}, {"size": sizes[1], **common}
+
+
+def _per_channel(fields: Fields, key: str, above: float = float("-inf")) -> list[float]:
+    """A number for each of red, green and blue."""
+    values = fields.numbers(key)
+    if len(values) != 3 or min(values) <= above:
+        wanted = "three numbers" if above == float("-inf") else f"three numbers above {above:g}"
+        raise fields.field_error(key, f"is {list(values)}", wanted)
+    return list(values)
 
 
 def _image_tokens(model: GGUFHeader) -> dict[str, int]:
     """Ids of the tokens around and for pictures, found by their text."""
     tokens = model.metadata.get("tokenizer.ggml.tokens")
+    types = model.metadata.get("tokenizer.ggml.token_type")
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -427,10 +442,15 @@ def _image_tokens(model: GGUFHeader) -> dict[str, int]:
     for name, text in names.items():
         if not isinstance(tokens, list) or text not in tokens:
             raise CheckpointError(
-                f"{model.name} has no token {text} in its vocabulary",
+                f"{model.name} has no token {text} in its vocabulary (tokenizer.ggml.tokens)",
                 "Without it no picture can be in a prompt. Get another conversion of the model.",
             )
-        found[name] = tokens.index(text)
+        index = found[name] = tokens.index(text)
+        # A header without its vocabulary (``skim.py``) has other tokens than types.
+        if isinstance(types, np.ndarray) and len(types) == len(tokens) and types[index] not in ADDED_TYPES:
+            raise model.fields.field_error(
+                "tokenizer.ggml.token_type", f"is {types[index]} for {text}", "3 (control)"
+            )
     return found
 
 

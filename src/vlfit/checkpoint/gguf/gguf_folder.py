@@ -15,8 +15,9 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.errors import CheckpointError, MissingFile
 
 SOURCES_FILE = "gguf.json"
-# Part of a folder's key: raised when the small files are made differently, so that older ones are not read.
-FORMAT = 3
+# Part of a folder's key: raised when the small files are made or checked otherwise, so that older ones are
+# not read.
+FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,17 @@ def why_without_tower(folder: Path) -> str:
     try:
         return Fields.read(folder / SOURCES_FILE).text("no_tower", "")
     except CheckpointError:  # its files were removed meanwhile
+        return ""
+
+
+def model_file_name(folder: Path) -> str:
+    """The name of the (first) file of the model that ``folder`` stands for; "" without one. Never raises."""
+    if not is_gguf_folder(folder):
+        return ""
+    try:
+        files = Fields.read(folder / SOURCES_FILE).values.get("model")
+        return Path(files[0]["path"]).name if files else ""
+    except (CheckpointError, KeyError, TypeError):
         return ""
 
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlfit.checkpoint.fields import Fields
-from vlfit.checkpoint.gguf.advice import FETCH_AGAIN
+from vlfit.checkpoint.gguf.advice import FETCH_AGAIN, OTHER_METADATA
 from vlfit.checkpoint.headers import is_html
 from vlfit.errors import BrokenShard, MissingFile, UnknownWeightsFormat
 
@@ -119,7 +119,7 @@ class GGUFHeader:
             for key, value in self.metadata.items()
             if not isinstance(value, np.ndarray) or len(value) <= _SHORT_ARRAY
         }
-        return Fields(values, self.name)
+        return Fields(values, self.name, hint=OTHER_METADATA)
 
 
 def read_gguf_header(source: Path | bytes | memoryview, name: str | None = None) -> GGUFHeader:

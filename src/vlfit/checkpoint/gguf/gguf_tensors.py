@@ -25,6 +25,7 @@ from vlfit.checkpoint.gguf.file_layouts import (
 from vlfit.checkpoint.gguf.file_names import type_of_name, type_of_number
 from vlfit.checkpoint.gguf.gguf_folder import GGUFKind
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, GGUFTensor
+from vlfit.checkpoint.gguf.gguf_names import in_names_of_tensors
 from vlfit.checkpoint.gguf.stored_blocks import (
     DEQUANTIZED,
     DEQUANTIZED_DTYPE,
@@ -67,14 +68,19 @@ class GGUFFile:
     header: GGUFHeader
 
 
-def check_gguf_tensors(config: ModelConfig, tensors: dict[str, TensorInfo], *files: list[GGUFFile]) -> None:
-    """Check the tensors of a GGUF model as ``check_tensors`` does, with errors that name its ``files``."""
+def check_gguf_tensors(
+    config: ModelConfig, tensors: dict[str, TensorInfo], text: list[GGUFFile], mmproj: list[GGUFFile]
+) -> None:
+    """Check the tensors of a GGUF model as ``check_tensors`` does, with errors in the words of its files.
+
+    ``text``, ``mmproj``: as for ``normalize_gguf``.
+    """
     try:
         check_tensors(config, tensors)
     except CheckpointError as error:
-        message = error.message.replace("config.json", "its metadata")
-        names = " and ".join(each[0].path.name for each in files if each)
-        raise type(error)(f"{names}: {message}", OTHER_TENSORS) from None
+        stored = names_in_files(config, plain_tensor_shapes(config))
+        names, tower = ([file.path.name for file in each] for each in (text, mmproj))
+        raise in_names_of_tensors(error, stored, names, tower, OTHER_TENSORS) from None
 
 
 def normalize_gguf(

@@ -8,6 +8,7 @@ Sources: llama.cpp's ``src/llama-vocab.cpp`` for names and token types, the orig
 for patterns, transformers' ``convert_slow_tokenizer`` for the merges of SentencePiece.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from vlfit.checkpoint.fields import Fields
+from vlfit.checkpoint.gguf.advice import OTHER_VOCABULARY
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.errors import CheckpointError, UnknownArchitecture
 
@@ -65,7 +67,9 @@ _SPLITTINGS = {
 # Tokens that end an answer in the templates of known models, beside those that the metadata name.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>")
 _SPACE = "\u2581"
+_CONTROL_TOKEN = re.compile(r"<\|[^|<>]{1,64}\|>")  # as models of today spell them
 _MAX_MERGES = 2**21  # real vocabularies of 260,000 tokens have 520,000
+_MAX_SHOWN = 80  # characters of a merge in an error
 _MAX_PIECE = 256  # characters of a token in a SentencePiece vocabulary; real ones have 64 at most
 _BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 
@@ -79,6 +83,10 @@ class TokenType(IntEnum):
     USER_DEFINED = 4
     UNUSED = 5
     BYTE = 6
+
+
+# Types of tokens that are found in a text before it is split into words.
+ADDED_TYPES = (TokenType.CONTROL, TokenType.USER_DEFINED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +139,13 @@ def _tokens(model: GGUFHeader) -> tuple[list[str], list[int]]:
         )
     types = model.metadata.get("tokenizer.ggml.token_type")
     if types is None:
+        control = next((token for token in tokens if _CONTROL_TOKEN.fullmatch(token)), None)
+        if control is not None:
+            raise CheckpointError(
+                f"{model.name} has no token types (tokenizer.ggml.token_type): {control} and its like would "
+                "be read as text",
+                OTHER_VOCABULARY,
+            )
         return tokens, [TokenType.NORMAL] * len(tokens)
     if not isinstance(types, np.ndarray) or len(types) != len(tokens):
         raise CheckpointError(
@@ -170,18 +185,19 @@ def _byte_level(model: GGUFHeader, tokens: list[str], types: list[int]) -> dict[
         )
     merges = model.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list):
-        raise CheckpointError(
-            f"{model.name} has no merges (tokenizer.ggml.merges)", "The file is damaged. Fetch it again."
-        )
-    added = [index for index, kind in enumerate(types) if kind in _ADDED]
+        raise CheckpointError(f"{model.name} has no merges (tokenizer.ggml.merges)", OTHER_VOCABULARY)
+    added = [index for index, kind in enumerate(types) if kind in ADDED_TYPES]
     ordinary = {
-        token: index for index, token in enumerate(tokens) if types[index] not in (*_ADDED, TokenType.UNUSED)
+        token: index
+        for index, token in enumerate(tokens)
+        if types[index] not in (*ADDED_TYPES, TokenType.UNUSED)
     }
     # Added tokens get the numbers after the vocabulary. Where theirs are others, they are part of it.
     if added != list(range(len(ordinary), len(ordinary) + len(added))) or len(ordinary) != (
         added[0] if added else len(ordinary)
     ):
         ordinary = {token: index for index, token in enumerate(tokens) if types[index] != TokenType.UNUSED}
+    _check_merges(model.name, merges, ordinary)
     vocabulary = {
         "type": "BPE",
         "dropout": None,
@@ -207,7 +223,25 @@ def _byte_level(model: GGUFHeader, tokens: list[str], types: list[int]) -> dict[
     }
 
 
-_ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED)
+def _check_merges(name: str, merges: list[str], vocabulary: dict[str, int]) -> None:
+    """Raise ``CheckpointError`` for merges that do not make a token of two others."""
+    wrong = [(number, merge) for number, merge in enumerate(merges) if not _is_merge(merge, vocabulary)]
+    if wrong:
+        number, merge = wrong[0]
+        raise CheckpointError(
+            f"{name}: {len(wrong):,} of {len(merges):,} merges (tokenizer.ggml.merges) do not make a token "
+            f"of two others, first number {number:,}: {str(merge)[:_MAX_SHOWN]!r}",
+            OTHER_VOCABULARY,
+        )
+
+
+def _is_merge(merge: object, vocabulary: dict[str, int]) -> bool:
+    """Whether ``merge`` is what the tokenizers package takes: a heading, or two tokens that make a third."""
+    if not isinstance(merge, str):
+        return False
+    left, space, right = merge.partition(" ")
+    joins = bool(space) and left in vocabulary and right in vocabulary and left + right in vocabulary
+    return joins or merge.startswith("#version")
 
 
 def _pre_tokenizers(splitting: _Splitting) -> list[dict[str, Any]]:
@@ -275,7 +309,7 @@ def _sentencepiece(model: GGUFHeader, tokens: list[str], types: list[int]) -> di
     added = [
         _added_token(index, text, kind, strips_right=strips and text not in ("<unk>", "<s>", "<|endoftext|>"))
         for index, (text, kind) in enumerate(zip(tokens, types, strict=True))
-        if kind in (*_ADDED, TokenType.UNKNOWN)
+        if kind in (*ADDED_TYPES, TokenType.UNKNOWN)
     ]
     strip = [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
     return {

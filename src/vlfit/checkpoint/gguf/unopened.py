@@ -14,11 +14,11 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 import numpy.typing as npt
 
-from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.file_names import split_parts
 from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, join_headers
 from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
+from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
@@ -27,7 +27,6 @@ from vlfit.checkpoint.headers import TensorInfo
 from vlfit.checkpoint.remote_headers import RemoteFiles, remote_files
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import CheckpointError, VlfitError
-from vlfit.models.registry import parse_config
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
 # Tokens of Qwen3-VL that a config names by id. A skimmed header has no vocabulary, and a plan needs no ids.
@@ -132,7 +131,7 @@ def _checkpoint(
     }
     mmproj = tower[0][1][0].header if tower else None
     found = config_of_headers(header, mmproj, lambda tensor: _read_by_name(readers, header, tensor))
-    config = parse_config(Fields(found.config, header.name))
+    config = parse_gguf_config(found.config, header, mmproj)
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
     try:
         config, tensors = normalize_gguf(config, *files)

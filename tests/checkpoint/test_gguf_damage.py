@@ -1,0 +1,230 @@
+"""GGUF files with wrong metadata, tensors or vocabulary: errors in the words of the file that is to blame."""
+
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+
+from tests.damaged_gguf import merges_of, rewritten
+from tests.gguf_files import as_gguf
+from vlfit.checkpoint.gguf.unopened import read_unopened
+from vlfit.checkpoint.source import ResolvedModel, mini_folder, open_checkpoint
+from vlfit.doctor.model_check import check_model
+from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, VlfitError, WrongShape
+from vlfit.prompt.builder import PromptBuilder
+
+MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
+# What no GGUF user has: files and names of safetensors, and the folder that stands for a model.
+_FOREIGN = re.compile(
+    r"\.json|\.jinja|text_config|vision_config|model\.(layers|language_model|visual)|/vlfit/gguf"
+)
+_TEXT_TYPE = 1
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is changed in one of the two files, and what the error says.
+
+    ``says``: keys or tensors that it names. ``reads_vocabulary``: only opening finds it, no plan.
+    """
+
+    file: str
+    says: tuple[str, ...]
+    metadata: dict[str, Any] = field(default_factory=dict)
+    rename: Callable[[str], str | None] = lambda name: name
+    reshape: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    error: type[CheckpointError] = CheckpointError
+    reads_vocabulary: bool = False
+
+
+def without(tensor: str) -> Callable[[str], str | None]:
+    return lambda name: None if name == tensor else name
+
+
+DAMAGES = {
+    "heads": Damage(
+        MODEL,
+        ("qwen3vl.attention.head_count_kv", "qwen3vl.attention.head_count"),
+        {"qwen3vl.attention.head_count": 5},
+    ),
+    "tower's heads": Damage(
+        TOWER, ("clip.vision.attention.head_count",), {"clip.vision.attention.head_count": 5}
+    ),
+    "mean": Damage(TOWER, ("clip.vision.image_mean",), {"clip.vision.image_mean": [0.5, 0.5]}),
+    "no mean": Damage(TOWER, ("clip.vision.image_mean",), {"clip.vision.image_mean": None}),
+    "deviation": Damage(TOWER, ("clip.vision.image_std",), {"clip.vision.image_std": [0.5, 0.0, 0.5]}),
+    "pixels": Damage(
+        TOWER,
+        ("clip.vision.image_min_pixels", "clip.vision.image_max_pixels"),
+        {"clip.vision.image_min_pixels": 99_999_999},
+    ),
+    "missing": Damage(
+        MODEL, ("blk.0.attn_q.weight",), rename=without("blk.0.attn_q.weight"), error=MissingTensor
+    ),
+    "shape": Damage(
+        MODEL,
+        ("blk.0.attn_q.weight", "[64, 64]"),
+        reshape={"blk.0.attn_q.weight": (64, 64)},
+        error=WrongShape,
+    ),
+    "missing in the tower": Damage(
+        TOWER, ("v.blk.0.ln1.weight",), rename=without("v.blk.0.ln1.weight"), error=MissingTensor
+    ),
+    "patches": Damage(TOWER, ("v.patch_embd.weight",), {"clip.vision.patch_size": 14}, error=WrongShape),
+    "groups": Damage(
+        TOWER,
+        ("v.blk.0.ffn_down",),
+        {"clip.vision.feed_forward_length": 100},
+        error=UnknownWeightsFormat,
+    ),
+    "merges": Damage(
+        MODEL, ("tokenizer.ggml.merges", "'Qqz Zzq'"), {"merge": "Qqz Zzq"}, reads_vocabulary=True
+    ),
+    "no merge": Damage(MODEL, ("tokenizer.ggml.merges", "'Qqz'"), {"merge": "Qqz"}, reads_vocabulary=True),
+    "no token types": Damage(
+        MODEL, ("tokenizer.ggml.token_type",), {"tokenizer.ggml.token_type": None}, reads_vocabulary=True
+    ),
+    "a placeholder of another type": Damage(
+        MODEL,
+        ("tokenizer.ggml.token_type", "<|image_pad|>"),
+        {"type": "<|image_pad|>"},
+        reads_vocabulary=True,
+    ),
+}
+TEMPLATES = {
+    "syntax": "{% for m in messages %}\n{{ m.content }",
+    "fails": "{{ messages[0].nothing.more }}",
+    "refuses": "{{ raise_exception('no') }}",
+    "leaves pictures out": "{% for m in messages %}{{ m.content[-1].text }}{% endfor %}",
+    "missing": None,
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Mini as GGUF in Q8_0: model and mmproj. Not to be changed."""
+    model, mmproj = as_gguf(mini_folder(), tmp_path_factory.mktemp("gguf") / "mini", "q8_0")
+    assert mmproj is not None
+    return model, mmproj
+
+
+def damaged(whole: tuple[Path, Path], folder: Path, damage: Damage) -> Path:
+    """Copies of both files in ``folder``, one of them damaged; the model's."""
+    metadata = dict(damage.metadata)
+    if (merge := metadata.pop("merge", None)) is not None:
+        good = merges_of(whole[0])
+        metadata["tokenizer.ggml.merges"] = [*good[:5], merge, *good[5:]]
+    if (token := metadata.pop("type", None)) is not None:
+        fields = gguf.GGUFReader(whole[0]).fields
+        types = fields["tokenizer.ggml.token_type"].contents()
+        types[fields["tokenizer.ggml.tokens"].contents().index(token)] = _TEXT_TYPE
+        metadata["tokenizer.ggml.token_type"] = types
+    folder.mkdir(exist_ok=True)
+    for source, name in zip(whole, (MODEL, TOWER), strict=True):
+        if name == damage.file:
+            rewritten(source, folder / name, metadata, damage.rename, damage.reshape)
+        else:
+            shutil.copy(source, folder / name)
+    return folder / MODEL
+
+
+def check_words(error: VlfitError, damage: Damage) -> None:
+    assert type(error) is damage.error
+    assert all(each in error.message for each in damage.says), error.message
+    assert error.message.startswith(damage.file)
+    assert not _FOREIGN.search(f"{error.message} {error.hint}"), str(error)
+    assert error.hint
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_errors_name_the_file_and_what_it_has(name: str, whole: tuple[Path, Path], tmp_path: Path) -> None:
+    damage = DAMAGES[name]
+    model = damaged(whole, tmp_path / "files", damage)
+    pair = f"{model}+{model.with_name(TOWER)}"
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(pair)
+    check_words(caught.value, damage)
+    if damage.reads_vocabulary:
+        return
+    with pytest.raises(CheckpointError) as caught:
+        read_unopened("m", model, model.with_name(TOWER))
+    check_words(caught.value, damage)
+    checks = {check.id: check for check in check_model(pair)}
+    assert (checks["model"].level, checks["model.file"].level) == ("red", "green")
+
+
+def test_of_a_text_model_fields_have_no_section(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    model = damaged(whole, tmp_path / "files", DAMAGES["heads"])
+    model.with_name(TOWER).unlink()
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    check_words(caught.value, DAMAGES["heads"])
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_templates_that_only_a_request_would_find(
+    name: str, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    damage = Damage(MODEL, (), {"tokenizer.chat_template": TEMPLATES[name]})
+    model = damaged(whole, tmp_path / "files", damage)
+    checks = {check.id: check for check in check_model(f"{model}+{model.with_name(TOWER)}")}
+    assert checks["model"].level == "green"
+    found = checks["model.template"]
+    assert found.level == "red"
+    assert MODEL in found.says
+    assert "tokenizer.chat_template" in found.says
+    assert not _FOREIGN.search(f"{found.says} {found.fix}")
+
+
+def test_without_a_template_a_text_model_continues_texts(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    model = rewritten(whole[0], tmp_path / MODEL, {"tokenizer.chat_template": None})
+    checks = {check.id: check for check in check_model(str(model))}
+    assert checks["model.template"].level == "yellow"
+    assert "tokenizer.chat_template" in checks["model.template"].says
+
+
+def test_of_whole_files_nothing_is_said(whole: tuple[Path, Path]) -> None:
+    for name in (f"{whole[0]}+{whole[1]}", "mini"):
+        assert {check.level for check in check_model(name)} == {"green"}
+
+
+def test_the_engine_says_the_same_of_a_template(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    damage = Damage(
+        MODEL, ("tokenizer.chat_template", "line 2"), {"tokenizer.chat_template": TEMPLATES["syntax"]}
+    )
+    checkpoint = open_checkpoint(damaged(whole, tmp_path / "files", damage))
+    with pytest.raises(CheckpointError) as caught:
+        PromptBuilder(checkpoint.folder, checkpoint.config)
+    check_words(caught.value, damage)
+
+
+def test_a_vocabulary_that_tokenizers_refuses_is_of_the_file(
+    whole: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = open_checkpoint(whole[0])
+    monkeypatch.setattr("vlfit.prompt.tokenizer.Tokenizer", None)  # anything that fails
+    with pytest.raises(CheckpointError) as caught:
+        PromptBuilder(checkpoint.folder, checkpoint.config)
+    check_words(caught.value, Damage(whole[0].name, ("tokenizer.ggml.tokens",)))
+
+
+def test_a_truncated_blob(whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    blob = tmp_path / f"sha256-{'a' * 64}"
+    blob.write_bytes(whole[0].read_bytes()[:-5000])
+    monkeypatch.setattr(
+        "vlfit.doctor.model_check.resolve_name", lambda name: (ResolvedModel("ollama:m:latest", blob),)
+    )
+    (check,) = check_model("ollama:m")
+    assert (check.id, check.level) == ("model.file", "red")
+    assert f"{blob.stat().st_size:,}" in check.says
+    assert f"{blob.stat().st_size + 5000:,}" in check.says
