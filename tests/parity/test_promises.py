@@ -1,13 +1,14 @@
 """What was promised beside what was measured, and errors that end a measurement."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 from vlfit.errors import DeviceError, EngineLost, OutOfMemory
 from vlfit.parity.failed_checks import device_answers, failure, is_device_failure
-from vlfit.parity.findings import CheckReport, Component, Finding, Likely
+from vlfit.parity.findings import CheckReport, Component, Finding, Likely, for_gguf, with_way_around
 from vlfit.plan.actual import Row
 from vlfit.units import MIB
 from vlfit.verify.verify_report import report_lines, share_block, to_json
@@ -44,6 +45,18 @@ def test_a_gguf_is_called_by_its_type() -> None:
         assert "Q8_0" in text
         assert "int8" not in text
     assert to_json(result)["weights_format"] == "int8"  # as before, for programs
+
+
+@pytest.mark.parametrize(
+    "component", [Component.TEMPLATE, Component.TOKENIZER, Component.PICTURES, Component.STOP]
+)
+def test_a_way_around_for_a_gguf_names_no_other_file(component: Component) -> None:
+    finding = with_way_around(Finding("x", component, "stage", "condition", Likely.FILE, ""))
+    assert ".json" in str(finding.way_around)
+    assert ".json" not in str(for_gguf(finding).way_around)
+    assert for_gguf(finding).way_around
+    own = replace(finding, way_around="another")
+    assert for_gguf(own) == own
 
 
 def test_without_a_prediction_nothing_is_said() -> None:

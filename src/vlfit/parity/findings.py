@@ -217,6 +217,22 @@ WAYS_AROUND: Mapping[Component, str] = {
 }
 
 
+# The same for GGUF models, which are one file or two.
+_WAYS_OF_GGUF: Mapping[Component, str] = {
+    Component.TEMPLATE: "get another GGUF file of the model: tokenizer.chat_template is not the model's",
+    Component.TOKENIZER: "get another GGUF file of the model: its vocabulary is not the model's",
+    Component.PICTURES: "get another mmproj file of the model: its clip.vision.* are not the model's",
+    Component.STOP: "give stop_token_ids with requests; get another GGUF file of the model",
+}
+
+
+def for_gguf(finding: Finding) -> Finding:
+    """``finding`` about a GGUF model: its way around names no file that only safetensors come with."""
+    if finding.way_around != WAYS_AROUND.get(finding.component):
+        return finding
+    return replace(finding, way_around=_WAYS_OF_GGUF.get(finding.component, finding.way_around))
+
+
 def with_way_around(finding: Finding) -> Finding:
     """``finding``; without a way around it gets the one known for its component."""
     return replace(finding, way_around=finding.way_around or WAYS_AROUND.get(finding.component))

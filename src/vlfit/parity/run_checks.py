@@ -49,6 +49,7 @@ from vlfit.parity.findings import (
     Measured,
     ProgressOfChecks,
     SkippedCheck,
+    for_gguf,
     seen_without,
     with_way_around,
 )
@@ -252,6 +253,8 @@ def run_checks(
             run.report.skipped.append(SkippedCheck(_after(_LOADING), "the device failed"))
     findings = map(with_way_around, run.report.findings)
     run.report.findings = [seen_without(each, plain) for each in findings]
+    if checkpoint.gguf is not None:
+        run.report.findings = [for_gguf(each) for each in run.report.findings]
     run.report.seconds["all"] = time.perf_counter() - began
     return run.report
 
