@@ -1,5 +1,6 @@
 """Every rule against real output of programs."""
 
+import hashlib
 import re
 from pathlib import Path
 
@@ -193,3 +194,28 @@ def test_llama_cpp_without_memory_for_the_picture_encoder() -> None:
     assert "4,521 MiB" in encoder.cause
     assert "--image-max-tokens" in encoder.command
     assert "/models/Qwen3-VL-4B-Q4_K_M.gguf" in encoder.command
+
+
+# --- damaged downloads -------------------------------------------------------------------------------------
+
+
+def test_a_damaged_download_of_ollama() -> None:
+    want, empty = "c5" * 32, hashlib.sha256().hexdigest()
+    said = f"digest mismatch, file must be downloaded again: want sha256:{want}, got sha256:"
+    log = f"$ ollama pull qwen3-vl:4b\npulling manifest\nverifying sha256 digest\nError: {said}"
+    found = only_diagnosis(log + "ab" * 32)
+    assert (found.id, found.command) == ("ollama.digest", "ollama pull qwen3-vl:4b")
+    assert want[:12] in found.cause
+    assert "abababababab" in found.cause
+    assert len(only_diagnosis(log + empty).cause) > len(found.cause)  # an empty file is called so
+    streamed = only_diagnosis('{"error":"digest mismatch, file must be downloaded again"}')
+    assert streamed.id == "ollama.digest"
+
+
+def test_ollama_says_how_much_of_a_file_is_there() -> None:
+    found = only_diagnosis(
+        'Error: tensor "blk.3.ffn_up.weight" offset+size (2000160) exceeds file size (1184)'
+    )
+    assert (found.id, found.values["tensor2"]) == ("gguf.truncated", "blk.3.ffn_up.weight")
+    assert "2,000,160" in found.cause
+    assert "1,184" in found.cause

@@ -3,9 +3,17 @@
 What helps is said in the words of vlfit's own checks when it opens such a file.
 """
 
+import hashlib
+import re
 import shlex
 
-from vlfit.checkpoint.gguf.advice import FETCH_AGAIN, KEEP_NAMES, NAME_MMPROJ, OTHER_CONVERSION
+from vlfit.checkpoint.gguf.advice import (
+    FETCH_AGAIN,
+    KEEP_NAMES,
+    NAME_MMPROJ,
+    OTHER_CONVERSION,
+    OTHER_VOCABULARY,
+)
 from vlfit.doctor.logs import GGUF_PLACEHOLDER
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
 
@@ -15,6 +23,8 @@ _NOT_GGUF = {
     "tjgg": "It is in a format from before GGUF (2023)",
     "lmgg": "It is in a format from before GGUF (2023)",
 }
+_PULLED = re.compile(r"\bollama (?:pull|run|create) ([\w./:-]{1,200})")
+_EMPTY_SHA256 = hashlib.sha256().hexdigest()
 _MERGED = 4  # patches of an image token, by which some builds multiply wrongly
 
 
@@ -51,13 +61,66 @@ def _other_model(finding: Finding) -> TemplateValues:
     }
 
 
+def _truncated(finding: Finding) -> TemplateValues:
+    groups = finding.match.groups
+    sizes = ""
+    if groups["found"]:
+        sizes = f" ({int(groups['wanted']):,} bytes expected, {int(groups['found']):,} bytes found)"
+    return {"tensor": groups["tensor"] or groups["tensor2"], "sizes": sizes, **_check(finding)}
+
+
+def _damaged_download(finding: Finding) -> TemplateValues:
+    """Hashes as ``ollama list`` shortens them, and the model if the log has the command."""
+    groups = finding.match.groups
+    named = _PULLED.findall(finding.match.lines_above)
+    got, want = groups["got"], groups["want"]
+    hashes = f": its SHA-256 is {got[:12]}..., not {want[:12]}..." if got and want else ""
+    empty = " That is the hash of an empty file: nothing was written." if got == _EMPTY_SHA256 else ""
+    model = named[-1] if named else "MODEL"
+    return {"hashes": hashes, "empty": empty, "pull": f"ollama pull {shlex.quote(model)}"}
+
+
 GGUF = (
     Rule(
         id="gguf.truncated",
-        keywords=("is not within the file bounds",),
-        pattern=r"tensor '(?P<tensor>[^']{1,120})' data is not within the file bounds",
-        cause="The GGUF file is truncated: the data of {tensor} would lie beyond its end.",
+        keywords=("is not within the file bounds", "exceeds file size"),
+        pattern=(
+            r"tensor (?:'(?P<tensor>[^']{1,120})' data is not within the file bounds"
+            r"|\\?\"(?P<tensor2>[\w.-]{1,120})\\?\" offset\+size \((?P<wanted>\d{1,18})\) exceeds file size "
+            r"\((?P<found>\d{1,18})\))"
+        ),
+        cause="The GGUF file is truncated: the data of {tensor} would lie beyond its end{sizes}.",
         remedy=FETCH_AGAIN,
+        command="{check}",
+        compute=_truncated,
+    ),
+    Rule(
+        id="ollama.digest",
+        keywords=("digest mismatch, file must be downloaded again",),
+        pattern=(
+            r"digest mismatch, file must be downloaded again(?::\s+want sha256:(?P<want>[0-9a-f]{64}),?\s+"
+            r"got sha256:(?P<got>[0-9a-f]{64}))?"
+        ),
+        cause="A file that Ollama downloaded is damaged{hashes}.{empty}",
+        remedy=(
+            "Ollama has deleted it: pull the model again. If that fails each time, a proxy or virus scanner "
+            "changes what arrives, or disk or RAM do not keep it."
+        ),
+        command="{pull}",
+        compute=_damaged_download,
+    ),
+    Rule(
+        id="gguf.merges",
+        keywords=("cannot find tokenizer merges in model file",),
+        pattern=r"cannot find tokenizer merges in model file",
+        cause=(
+            "The GGUF file has no merges (tokenizer.ggml.merges), without which no text can be split into "
+            "tokens: its conversion went wrong."
+        ),
+        remedy=(
+            f"{OTHER_VOCABULARY} If it is your own, convert it again with a newer llama.cpp, whose converter "
+            "knows the tokenizer.json that today's transformers writes."
+        ),
         command="{check}",
         compute=_check,
     ),
