@@ -12,6 +12,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoint.test_gguf_models import edited, no_tensor, reshaped, without
+from tests.damaged_gguf import rewritten
 from tests.engine.test_parity import CONVERSATIONS
 from tests.gguf_files import as_gguf
 from tests.loading.test_gguf_blocks import assert_same, told_by
@@ -193,6 +194,34 @@ def test_other_files_are_refused(name: str, mini_inside: GGUFHeader) -> None:
     with pytest.raises(error) as caught:
         read_gguf_config(change(mini_inside), None, no_tensor)
     assert mini_inside.name in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("metadata", "left_out", "says"),
+    [
+        ({"qwen3vl.vision.image_mean": [0.5, 0.5]}, "", "qwen3vl.vision.image_mean"),
+        ({"qwen3vl.vision.attention.head_count": 5}, "", "qwen3vl.vision.attention.head_count"),
+        ({"qwen3vl.vision.shortest_edge": 99_999_999}, "", "qwen3vl.vision.longest_edge"),
+        ({}, "v.blk.0.norm1.weight", "v.blk.0.norm1.weight"),
+        ({}, "v.pos_embed.weight", "v.pos_embed.weight"),
+        ({}, "v.merger.linear_fc2.bias", "v.merger.linear_fc2.bias"),
+    ],
+)
+def test_errors_have_ollamas_names(
+    metadata: dict[str, Any], left_out: str, says: str, tmp_path: Path
+) -> None:
+    whole = as_ollama(mini_folder(), tmp_path / "ollama")
+    model = rewritten(whole, tmp_path / "m.gguf", metadata, lambda name: None if name == left_out else name)
+    reads: tuple[Callable[[], object], ...] = (
+        lambda: open_checkpoint(model),
+        lambda: read_unopened("m", model, None),
+    )
+    for read in reads:
+        with pytest.raises(CheckpointError) as caught:
+            read()
+        assert says in caught.value.message
+        assert caught.value.message.startswith("m.gguf")
+        assert "clip." not in caught.value.message
 
 
 def test_a_second_tower(mini_inside: GGUFHeader, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from vlfit.checkpoint.gguf.advice import NAME_MMPROJ, OTHER_CONVERSION, OTHER_LA
 from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, shortest
 from vlfit.checkpoint.gguf.gguf_vocabulary import ADDED_TYPES
-from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, split_tower
+from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, in_own_names, split_tower
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture
 
 _KNOWN_NOT_YET = ("qwen3vlmoe", "qwen3moe", "qwen35moe", "qwen2vl", "gemma3", "gemma4", "mistral3")
@@ -68,7 +68,10 @@ def read_gguf_config(model: GGUFHeader, mmproj: GGUFHeader | None, read: ReadTen
                 f"{model.name} has its vision tower inside ({inside} tensors); {mmproj.name} is another one",
                 "Leave out --mmproj.",
             )
-        model, mmproj = split_tower(model)
+        try:
+            return _read_with_tower(*split_tower(model), read)
+        except CheckpointError as error:
+            raise type(error)(in_own_names(error.message), error.hint) from None
     elif inside:
         raise UnknownArchitecture(
             f"{model.name} has its vision tower inside ({inside} tensors), as Ollama's converter lays it out",

@@ -88,9 +88,7 @@ def _in_keys(error: CheckpointError, text: "GGUFHeader", tower: "GGUFHeader | No
     of_tower = _TOWER_SECTION in error.message
     header = tower if of_tower and tower is not None else text
     keys = _TOWER_KEYS if of_tower else _TEXT_KEYS
-    prefix = f"{text.architecture}.vision" if of_tower else text.architecture
-    if of_tower and tower is not None:
-        prefix = "clip.vision"
+    prefix = "clip.vision" if of_tower else text.architecture
 
     def named(found: re.Match[str]) -> str:
         *section, name = found[0].split(".")
@@ -103,7 +101,13 @@ def _in_keys(error: CheckpointError, text: "GGUFHeader", tower: "GGUFHeader | No
         message = message.removeprefix(start)
     message = _FIELD.sub(named, message).replace(_TEXT_SECTION, "").replace(_TOWER_SECTION, "")
     hint = OTHER_METADATA if error.hint == COMPARE_HINT or "config.json" in error.hint else error.hint
-    return type(error)(f"{header.name}: {message}", hint)
+    return type(error)(f"{header.name}: {message if tower is not None else _in_own_names(message)}", hint)
+
+
+def _in_own_names(message: str) -> str:
+    from vlfit.checkpoint.gguf.tower_inside import in_own_names  # imports numpy
+
+    return in_own_names(message)
 
 
 def in_names_of_tensors(
@@ -130,6 +134,7 @@ def in_names_of_tensors(
         return f"{new}.weight" if name not in stored and module != name else new
 
     message = _TENSOR.sub(named, error.message).replace("config.json", "its metadata")
+    message = message if mmproj else _in_own_names(message)
     names = dict.fromkeys(files or [*text[:1], *mmproj[:1]])
     return type(error)(f"{' and '.join(names)}: {message}", hint)
 

@@ -39,6 +39,12 @@ _BLOCK = re.compile(r"v\.blk\.(\d{1,4})\.(.+)")
 _DEEPSTACK = re.compile(r"v\.deepstack_merger\.(\d{1,4})\.(norm|(?:linear_)(fc[12]))")
 _SECTIONS = ("rope.dimension_sections", "rope.mrope_section", "mrope_sections")  # the first that is there
 _FRAMES = 2
+_OWN_KEYS = {
+    "is_deepstack_layers": "deepstack_visual_indexes",
+    "image_min_pixels": "shortest_edge",
+    "image_max_pixels": "longest_edge",
+}
+_KEY_OR_TENSOR = re.compile(r"\bclip\.vision\.(?P<key>\w+(?:\.\w+)*)|\b(?:v|mm)(?:\.\w+)+")
 
 
 def has_tower_inside(header: GGUFHeader) -> bool:
@@ -68,6 +74,29 @@ def split_tower(model: GGUFHeader) -> tuple[GGUFHeader, GGUFHeader]:
         replace(model, metadata=_with_sections(model.metadata), tensors=text),
         replace(model, metadata=metadata, tensors=tower),
     )
+
+
+def in_own_names(message: str) -> str:
+    """``message`` with the keys and tensors of a tower as Ollama's layout calls them, not an mmproj.
+
+    Deepstack mergers keep llama.cpp's names: these have the number of the block.
+    """
+    return _KEY_OR_TENSOR.sub(_own_name, message)
+
+
+def _own_name(found: re.Match[str]) -> str:
+    if found["key"]:
+        return _key(f"vision.{_OWN_KEYS.get(found['key'], found['key'])}")
+    parts = {theirs: ours for ours, theirs in _NAMES.items()}
+    in_block = {theirs: ours for ours, theirs in _IN_BLOCK.items()}
+    for part, rest in ((found[0], ""), found[0].rpartition(".")[::2]):
+        ending = f".{rest}" if rest else ""
+        block = _BLOCK.fullmatch(part)
+        if part in parts:
+            return f"{parts[part]}{ending}"
+        if block and block[2] in in_block:
+            return f"v.blk.{block[1]}.{in_block[block[2]]}{ending}"
+    return found[0]
 
 
 def _with_sections(metadata: Mapping[str, Value]) -> dict[str, Value]:
