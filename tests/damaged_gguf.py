@@ -14,11 +14,13 @@ def rewritten(
     metadata: Mapping[str, Any] | None = None,
     rename: Callable[[str], str | None] = lambda name: name,
     reshape: Mapping[str, tuple[int, ...]] | None = None,
+    added: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Path:
     """Write ``source`` to ``target`` with changes; return ``target``.
 
     ``metadata``: new values by key; None removes the key. ``rename``: a tensor's new name; None leaves it
     out. ``reshape``: zeros of another shape, outputs first, by a tensor's old name.
+    ``added``: further tensors of zeros.
     """
     reader, changes = gguf.GGUFReader(source), dict(metadata or {})
     kept = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
@@ -43,6 +45,8 @@ def rewritten(
                 writer.add_tensor(renamed, tensor.data, raw_dtype=tensor.tensor_type)
             else:
                 writer.add_tensor(renamed, np.zeros(shape, np.float32))
+    for name, shape in (added or {}).items():
+        writer.add_tensor(name, np.zeros(shape, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

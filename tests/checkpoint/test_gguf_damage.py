@@ -15,7 +15,14 @@ from tests.gguf_files import as_gguf
 from vlfit.checkpoint.gguf.unopened import read_unopened
 from vlfit.checkpoint.source import ResolvedModel, mini_folder, open_checkpoint
 from vlfit.doctor.model_check import check_model
-from vlfit.errors import CheckpointError, MissingTensor, UnknownWeightsFormat, VlfitError, WrongShape
+from vlfit.errors import (
+    CheckpointError,
+    MissingTensor,
+    SurplusTensor,
+    UnknownWeightsFormat,
+    VlfitError,
+    WrongShape,
+)
 from vlfit.prompt.builder import PromptBuilder
 
 MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
@@ -38,6 +45,7 @@ class Damage:
     metadata: dict[str, Any] = field(default_factory=dict)
     rename: Callable[[str], str | None] = lambda name: name
     reshape: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    added: dict[str, tuple[int, ...]] = field(default_factory=dict)
     error: type[CheckpointError] = CheckpointError
     reads_vocabulary: bool = False
 
@@ -74,6 +82,12 @@ DAMAGES = {
     ),
     "missing in the tower": Damage(
         TOWER, ("v.blk.0.ln1.weight",), rename=without("v.blk.0.ln1.weight"), error=MissingTensor
+    ),
+    "one too many": Damage(
+        MODEL, ("blk.0.attn_x.weight",), added={"blk.0.attn_x.weight": (64,)}, error=SurplusTensor
+    ),
+    "one too many in the tower": Damage(
+        TOWER, ("v.blk.0.x.weight",), added={"v.blk.0.x.weight": (64,)}, error=SurplusTensor
     ),
     "patches": Damage(TOWER, ("v.patch_embd.weight",), {"clip.vision.patch_size": 14}, error=WrongShape),
     "groups": Damage(
@@ -132,7 +146,7 @@ def damaged(whole: tuple[Path, Path], folder: Path, damage: Damage) -> Path:
     folder.mkdir(exist_ok=True)
     for source, name in zip(whole, (MODEL, TOWER), strict=True):
         if name == damage.file:
-            rewritten(source, folder / name, metadata, damage.rename, damage.reshape)
+            rewritten(source, folder / name, metadata, damage.rename, damage.reshape, damage.added)
         else:
             shutil.copy(source, folder / name)
     return folder / MODEL

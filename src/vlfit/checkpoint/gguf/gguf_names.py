@@ -58,6 +58,8 @@ _TOWER_KEYS = {
 _TEXT_SECTION, _TOWER_SECTION = "text_config.", "vision_config."
 _FIELD = re.compile(r"[a-z]\w*(?:\.\w+)*")
 _TENSOR = re.compile(r"\w+(?:\.\w+)+")
+_TOWER = ("v.", "mm.")  # how names of tensors begin in an mmproj, and in any file
+_IN_FILES = (*_TOWER, "blk.", "token_embd.", "output.", "output_norm.")
 _STORED_PARTS = re.compile(r"\.weight(?:_packed|_scale|_super_scale)?$")
 # In messages about the small files; the longer names first.
 _SMALL_FILES = (
@@ -128,9 +130,11 @@ def in_names_of_tensors(
         name = found[0]
         module = _STORED_PARTS.sub("", name)
         new = stored.get(name) or modules.get(module, "")
+        known = new or (name if name.startswith(_IN_FILES) else "")
+        if known:
+            files.extend((mmproj or text)[:1] if known.startswith(_TOWER) else text[:1])
         if not new:
             return name
-        files.extend((mmproj or text)[:1] if new.startswith(("v.", "mm.")) else text[:1])
         return f"{new}.weight" if name not in stored and module != name else new
 
     message = _TENSOR.sub(named, error.message).replace("config.json", "its metadata")
