@@ -309,6 +309,17 @@ def test_without_a_gpu_the_processor_is_planned_for(vlfit: Vlfit, no_gpu: Machin
     assert "vlfit pull 4B-FP8" in vlfit("models").err
 
 
+def test_nobody_misses_a_gpu_who_asked_for_the_processor(
+    vlfit: Vlfit, no_gpu: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (reason,) = no_gpu.notes
+    for words in (["plan"], ["plan", "2B"]):
+        assert reason in " ".join(vlfit(*words).out.split())
+        assert reason not in " ".join(vlfit(*words, "--device", "cpu").out.split())
+    monkeypatch.setenv("VLFIT_DEVICE", "cpu")
+    assert reason not in " ".join(vlfit("plan", "2B").out.split())
+
+
 def test_a_text_model_for_want_of_others_is_said_to_be_one(
     vlfit: Vlfit, no_gpu: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from vlfit.machine.model import Machine
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample, keeps_floors, safety_margin
-from vlfit.plan.wishes import Wishes
+from vlfit.plan.wishes import CPU, Wishes
 
 _PROGRAM = "vlfit"
 _CONTEXT_STEPS = (
@@ -33,6 +33,7 @@ class Advice:
     - ``ready``: if the plan's checkpoint must be converted, the best plan that fits for a ready-made one of
       the same model; else None.
     - ``other_series``: a line that proposes a model of another series (``describe_other_series``), or "".
+    - ``cpu_wanted``: the processor was asked for, so nobody misses a GPU.
     """
 
     machine: Machine
@@ -42,6 +43,7 @@ class Advice:
     shorter: tuple[Plan, ...] = ()
     ready: Plan | None = None
     other_series: str = ""
+    cpu_wanted: bool = False
 
 
 def advice_for(
@@ -61,6 +63,7 @@ def advice_for(
         tuple(fp8),
         tuple(contexts_that_fit(plan, machine, wishes)),
         ready[0] if ready else None,
+        cpu_wanted=wishes.device == CPU,
     )
 
 

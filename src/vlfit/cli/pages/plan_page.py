@@ -209,7 +209,7 @@ def _print_card(console: Console, plan: "Plan", advice: Advice) -> None:
 
 
 def _print_processor(console: Console, processor: "Processor", advice: Advice) -> None:
-    """The processor, its speed, and why no GPU is used."""
+    """The processor, its speed, and why no GPU is used, unless the processor was asked for."""
     words = describe_processor(processor)
     _print_labelled(console, "CPU", words)
     if not advice.elsewhere and processor.measured and not processor.quiet:
@@ -218,7 +218,8 @@ def _print_processor(console: Console, processor: "Processor", advice: Advice) -
             "measures it again."
         )
         _print_labelled(console, "Note", note)
-    if reason := advice.machine.no_gpu_reason:
+    reason = advice.machine.no_gpu_reason
+    if reason and not advice.cpu_wanted:
         _print_labelled(console, "Note", f"no GPU: {reason}")
 
 
