@@ -8,9 +8,13 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.checkpoint.test_source import COMMIT, OLDER, put
+from tests.hollow_gguf import write_model
+from tests.wording import figures_in
+from vlfit.checkpoint.gguf import places
 from vlfit.cli.models import models_app
 from vlfit.errors import NotDownloaded, UsageError, VlfitError
 from vlfit.machine.cards import machine_with_card
+from vlfit.plan import gguf_shelf
 from vlfit.units import format_bytes
 
 Tiny = Callable[[str], Path]
@@ -113,3 +117,60 @@ def test_rm_never_touches_a_folder(cache: Path, tmp_path: Path, monkeypatch: pyt
     for name in ("photos", str(tmp_path / "photos"), "./photos", "mini"):
         assert isinstance(run("rm", name, "--yes").exception, UsageError)
     assert (tmp_path / "photos").is_dir()
+
+
+# --- GGUF files --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def shelf(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The snapshot of a repository in the hub's cache with two models and the tower of both."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("OLLAMA_MODELS", "LLAMA_CACHE", "XDG_CACHE_HOME", "VLFIT_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    folder = cache / "models--org--Q-GGUF" / "snapshots" / COMMIT
+    write_model(folder / "Q-Q4_K_M.gguf")
+    write_model(folder / "Q-Q8_0.gguf")
+    refs = cache / "models--org--Q-GGUF" / "refs"
+    refs.mkdir()
+    (refs / "main").write_text(COMMIT)
+    return folder
+
+
+def gguf_rows(result: Result) -> dict[str, list[str]]:
+    """Type, model and pictures of each GGUF model in the table."""
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("org/Q-GGUF:")]
+    return {row[0]: row[3:6] for row in rows}
+
+
+def test_what_time_was_over_for_is_unknown(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    known = gguf_rows(run())
+    assert known["org/Q-GGUF:Q8_0"] == ["Q8_0", "qwen3vl", "no"]
+    monkeypatch.setattr(gguf_shelf, "MAX_SECONDS", 0.0)
+    late = run()
+    assert gguf_rows(late)["org/Q-GGUF:Q8_0"] == ["Q8_0", "?", "?"]
+    assert {2, gguf_shelf.MAX_SECONDS} <= set(figures_in(late.stderr))
+    assert "--all" in late.stderr
+    for each in json.loads(run("--json").stdout):
+        assert (each["sees"], each["gguf"]["looked_at"], each["gguf"]["problem"]) == (None, False, None)
+        assert each["complete"]
+    assert gguf_rows(run("--all")) == known
+    looked = [each["gguf"]["looked_at"] for each in json.loads(run("--all", "--json").stdout)]
+    assert looked == [True, True]
+
+
+def test_a_file_that_cannot_be_read_takes_unknown_pictures(shelf: Path) -> None:
+    (shelf / "Q-Q8_0.gguf").write_bytes(b"GGUF")
+    assert gguf_rows(run())["org/Q-GGUF:Q8_0"] == ["Q8_0", "-", "-"]
+    sees = {each["name"]: each["sees"] for each in json.loads(run("--json").stdout)}
+    assert sees == {"org/Q-GGUF:Q4_K_M": False, "org/Q-GGUF:Q8_0": None}
+
+
+def test_a_place_left_before_its_end_is_named(shelf: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "--all" not in run().stderr
+    monkeypatch.setattr(places, "MAX_SECONDS", -1.0)
+    late = run("--json")
+    assert json.loads(late.stdout) == []
+    assert str(shelf.parents[2]) in late.stderr
+    assert "--all" in late.stderr
+    assert len(json.loads(run("--all", "--json").stdout)) == 2

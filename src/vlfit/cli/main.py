@@ -266,6 +266,7 @@ Examples:
   vlfit models
   vlfit models --json
   vlfit models rm 2B-FP8
+  vlfit models rm unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M
 """
 
 app.command(cls=_Command)(caption)

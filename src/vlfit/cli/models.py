@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from vlfit.checkpoint.cache import LocalModel
+    from vlfit.checkpoint.gguf.places import Search
     from vlfit.checkpoint.hub import FileSelection
     from vlfit.checkpoint.source import ResolvedModel
     from vlfit.loading.kernel_build import KernelBuild
@@ -201,6 +202,9 @@ models_app = typer.Typer(help="List or remove checkpoints on this computer.")
 @takes_options("json", json="Print a JSON list.")
 def models(
     context: typer.Context,
+    every: Annotated[
+        bool, typer.Option("--all", help="Look at every GGUF file, however long that takes.")
+    ] = False,
     *,
     options: CommandOptions,
 ) -> None:
@@ -210,17 +214,20 @@ def models(
     """
     if context.invoked_subcommand is not None:
         return
+    from vlfit.checkpoint.gguf.places import Search
     from vlfit.checkpoint.source import local_models
     from vlfit.machine.survey import survey
     from vlfit.plan.gguf_shelf import shelved_models, shelved_to_json
 
-    found, shelf = local_models(), shelved_models(survey())
+    search = Search(bounded=not every)
+    found, shelf = local_models(), shelved_models(survey(), search)
     if options.json:
         facts = [*map(_facts, found), *map(shelved_to_json, shelf)]
         typer.echo(json.dumps(facts, ensure_ascii=False))
     else:
         _print_table(found, suggest=not shelf)
         _print_shelf(shelf)
+    _say_what_is_left(shelf, search)
 
 
 def _facts(model: "LocalModel") -> dict[str, Any]:
@@ -268,13 +275,14 @@ def _print_shelf(models: "Sequence[ShelvedModel]") -> None:
         return
     rows = [("GGUF", "SIZE", "TYPE", "MODEL", "PICTURES", "FITS")]
     for each in models:
+        unknown = "-" if each.looked_at else "?"
         rows.append(
             (
                 escape_control(each.found.name, terminal=True),
                 format_bytes(each.found.bytes),
-                each.type or "-",
-                escape_control(each.architecture, terminal=True) or "-",
-                "yes" if each.has_vision else "no",
+                each.type or unknown,
+                escape_control(each.architecture, terminal=True) or unknown,
+                {True: "yes", False: "no", None: unknown}[each.has_vision],
                 escape_control(_fits(each), terminal=True),
             )
         )
@@ -286,11 +294,32 @@ def _print_shelf(models: "Sequence[ShelvedModel]") -> None:
         typer.echo(line)
 
 
-def _fits(each: "ShelvedModel") -> str:
-    from vlfit.plan.gguf_shelf import NOT_READ
+def _say_what_is_left(models: "Sequence[ShelvedModel]", search: "Search") -> None:
+    """Say on stderr what time was over for, and how to see it."""
+    from vlfit.checkpoint.gguf import places
+    from vlfit.plan import gguf_shelf
 
+    count = sum(not each.looked_at for each in models)
+    if count:
+        typer.echo(
+            f"{count} of {len(models)} GGUF models were not looked at: the {gguf_shelf.MAX_SECONDS:g} s for "
+            "that were over. vlfit models --all takes the time; vlfit plan NAME looks at one",
+            err=True,
+        )
+    for place in search.left:
+        typer.echo(
+            f"{escape_control(str(place), terminal=True)} was not listed to its end: that takes more than "
+            f"{places.MAX_SECONDS:g} s, or it has more than {places.MAX_ENTRIES:,} files. vlfit models --all "
+            "lists everything",
+            err=True,
+        )
+
+
+def _fits(each: "ShelvedModel") -> str:
+    if not each.looked_at:
+        return "not looked at: time was over"
     if each.problem:
-        return each.problem if each.problem == NOT_READ else f"not run: {each.problem}"
+        return f"not run: {each.problem}"
     if each.headroom is None:
         return "no GPU to plan for"
     left = f"{abs(each.headroom) / MIB:,.0f} MiB"

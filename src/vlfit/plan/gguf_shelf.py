@@ -2,9 +2,10 @@
 
 import time
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
-from vlfit.checkpoint.gguf.places import FoundModel, found_models
+from vlfit.checkpoint.gguf.places import FoundModel, Search, found_models
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import found_gguf_model
@@ -13,7 +14,6 @@ from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
 MAX_SECONDS = 5.0  # for all models; one of Qwen3-VL-4B's size takes 60 ms
-NOT_READ = "not looked at, as there are many: see vlfit plan NAME"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class ShelvedModel:
 
     ``architecture``: "" if it cannot be read. ``model``: None if vlfit does not run it; ``problem`` then says
     why. ``headroom``: bytes that its plan leaves free on this computer's GPU, negative if it does not fit;
-    None without a GPU or a model.
+    None without a GPU or a model. ``looked_at``: False if time was over before its header was read.
     """
 
     found: FoundModel
@@ -30,6 +30,7 @@ class ShelvedModel:
     model: Model | None = None
     problem: str = ""
     headroom: int | None = None
+    looked_at: bool = True
 
     @property
     def type(self) -> str:
@@ -37,20 +38,24 @@ class ShelvedModel:
         return self.found.type or (self.model.gguf_type if self.model is not None else "")
 
     @property
-    def has_vision(self) -> bool:
-        """Whether it takes pictures, as vlfit runs it."""
-        return self.model is not None and self.model.vision is not None
+    def has_vision(self) -> bool | None:
+        """Whether it takes pictures, as vlfit runs it; None if that is unknown, or vlfit does not run it."""
+        return None if self.model is None else self.model.vision is not None
 
 
-def shelved_models(machine: Machine) -> list[ShelvedModel]:
+def shelved_models(machine: Machine, search: Search | None = None) -> list[ShelvedModel]:
     """The GGUF models in the folders of all programs, as they fit ``machine``. Never raises.
 
-    After ``MAX_SECONDS`` the rest is listed by name only.
+    If ``search`` is bounded (the default), headers are read for ``MAX_SECONDS``; the rest is listed by name.
     """
-    until = time.monotonic() + MAX_SECONDS
+    search = search or Search()
+    found = found_models(search)
+    until = time.monotonic() + (MAX_SECONDS if search.bounded else inf)
     return [
-        _describe(each, machine) if time.monotonic() < until else ShelvedModel(each, problem=NOT_READ)
-        for each in found_models()
+        _describe(each, machine)
+        if each.problem or time.monotonic() < until
+        else ShelvedModel(each, looked_at=False)
+        for each in found
     ]
 
 
@@ -90,6 +95,7 @@ def shelved_to_json(each: ShelvedModel) -> dict[str, Any]:
             "architecture": each.architecture or None,
             "mmproj": str(each.found.mmproj) if each.found.mmproj is not None else None,
             "problem": each.problem or None,
+            "looked_at": each.looked_at,
             "headroom": each.headroom,
         },
     }

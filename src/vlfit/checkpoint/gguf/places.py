@@ -2,7 +2,7 @@
 
 Everything here only reads. What is there was written by others, perhaps half, perhaps by a program that is
 writing now: a broken manifest, a missing file or a folder that cannot be read costs one entry, never the
-list; and a place is left after ``MAX_ENTRIES`` entries or ``MAX_SECONDS``.
+list; and a place is left after ``MAX_ENTRIES`` entries or ``MAX_SECONDS`` (``Search``).
 """
 
 import json
@@ -10,7 +10,8 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -77,14 +78,31 @@ class FoundModel:
         return (self.name, *self.aliases)
 
 
-def found_models() -> list[FoundModel]:
+@dataclass(slots=True)
+class Search:
+    """The bounds of a search, and what it did not get to.
+
+    ``bounded``: within ``MAX_ENTRIES``, ``MAX_SECONDS`` and ``_MAX_MODELS`` for a place; else to its end.
+    ``left``: the places that were left before their end, set by the search.
+    """
+
+    bounded: bool = True
+    left: list[Path] = field(default_factory=list)
+
+    def leave(self, place: Path) -> None:
+        """Note that ``place`` is left before its end."""
+        if place not in self.left:
+            self.left.append(place)
+
+
+def found_models(search: Search | None = None) -> list[FoundModel]:
     """The GGUF models in the folders of all programs, sorted by program and name.
 
     Names of the same files are one model. With another vision tower, or none, it is another model.
     """
     found: dict[tuple[str, str, str], FoundModel] = {}
     for program in TITLES:
-        for model in sorted(models_of(program), key=lambda each: each.name.lower()):
+        for model in sorted(models_of(program, search), key=lambda each: each.name.lower()):
             tower = "" if model.mmproj is None else os.path.realpath(model.mmproj)
             key = (os.path.realpath(model.path), tower, model.problem)
             first = found.get(key)
@@ -95,12 +113,14 @@ def found_models() -> list[FoundModel]:
     return list(found.values())
 
 
-def models_of(program: str) -> list[FoundModel]:
+def models_of(program: str, search: Search | None = None) -> list[FoundModel]:
     """The GGUF models in the folders of one program, in no order; names are distinct."""
+    search = search or Search()
     by_name: dict[str, FoundModel] = {}
     for root in _folders(program):
-        for model in _LISTERS[program](_Walk(), root):
-            if len(by_name) >= _MAX_MODELS:
+        for model in _LISTERS[program](_Walk(root, search), root):
+            if search.bounded and len(by_name) >= _MAX_MODELS:
+                search.leave(root)
                 break
             if model.name in by_name:  # two files of one type: their paths are their names
                 if by_name[model.name].path != model.path:
@@ -162,7 +182,7 @@ def cached_models_of(repository: str, revision: str | None = None) -> list[Found
     that are not of ``main`` end with ``@`` and the commit.
     """
     folder = cache.cache_root() / f"models--{repository.replace('/', '--', 1)}"
-    found = list(_of_hub_folder(_Walk(), folder))
+    found = list(_of_hub_folder(_Walk(folder, Search()), folder))
     name = revision or "main"
     commit = _read_text(folder / "refs" / name, 100).strip() or name
     of_commit = [each for each in found if f"/snapshots/{commit}/" in each.path.as_posix()]
@@ -281,11 +301,12 @@ _CANDIDATES: dict[str, Callable[[], Iterator[Path]]] = {
 
 
 class _Walk:
-    """Lists files below a folder, within the bounds of a place. Follows links, but into no folder twice."""
+    """Lists files below ``place``, within the bounds of a search. Follows links, but into no folder twice."""
 
-    def __init__(self) -> None:
-        self._entries = MAX_ENTRIES
-        self._until = time.monotonic() + MAX_SECONDS
+    def __init__(self, place: Path, search: Search) -> None:
+        self._place, self._search = place, search
+        self._entries = MAX_ENTRIES if search.bounded else inf
+        self._until = time.monotonic() + (MAX_SECONDS if search.bounded else inf)
         self._visited: set[tuple[int, int]] = set()
 
     def files(self, root: Path, depth: int = _MAX_DEPTH) -> Iterator[tuple[str, Path]]:
@@ -303,6 +324,10 @@ class _Walk:
                         yield name, Path(entry.path)
                 except OSError:  # a loop of links
                     continue
+
+    def again(self) -> "_Walk":
+        """Another walk through the same place: folders may be visited once more."""
+        return _Walk(self._place, self._search)
 
     def folders(self, root: Path) -> Iterator[Path]:
         """The folders in ``root``."""
@@ -323,6 +348,7 @@ class _Walk:
             with os.scandir(folder) as entries:
                 for entry in entries:
                     if self._entries <= 0 or time.monotonic() > self._until:
+                        self._search.leave(self._place)
                         break
                     self._entries -= 1
                     found.append(entry)
@@ -420,7 +446,8 @@ def _list_llama_cpp(walk: _Walk, root: Path) -> Iterator[FoundModel]:
             yield _of_files(f"{LLAMA_CPP}:{stem_of(name)}", LLAMA_CPP, name, files, None, type_of_name(name))
     # Since March 2026 llama.cpp keeps downloads as the hub's cache does.
     yield from (
-        replace(each, name=f"{LLAMA_CPP}:{each.name}", program=LLAMA_CPP) for each in _list_hub(_Walk(), root)
+        replace(each, name=f"{LLAMA_CPP}:{each.name}", program=LLAMA_CPP)
+        for each in _list_hub(walk.again(), root)
     )
 
 

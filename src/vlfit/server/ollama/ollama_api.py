@@ -189,7 +189,7 @@ class ModelRoutes:
         params = await self._named(request, DeleteRequest)
         self._context.models.find(params.wanted)
         raise NotOffered(
-            "this server deletes no models", f"Stop it, and run: vlfit models remove {params.wanted[:200]}"
+            "this server deletes no models", f"Stop it, and run: vlfit models rm {params.wanted[:200]}"
         )
 
     async def copy(self, request: Request) -> Response:

@@ -324,7 +324,7 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
         "stream": ("honoured", "true by default"),
         "insecure": ("ignored", "downloads come from the hub"),
     },
-    "/api/delete": {"model": ("refused", "`vlfit models remove` deletes models")},
+    "/api/delete": {"model": ("refused", "`vlfit models rm` deletes models")},
     "/api/copy": {
         "source": ("refused", "models have one name"),
         "destination": ("refused", "models have one name"),
