@@ -13,8 +13,16 @@ import pytest
 from tests.hollow_gguf import Shapes, only, write_mmproj, write_model
 from vlfit.checkpoint.gguf import places
 from vlfit.checkpoint.gguf.places import FoundModel, found_models, name_in_program
-from vlfit.checkpoint.source import locate_or_download, open_checkpoint, removable_folder, resolve_name
-from vlfit.errors import CheckpointError, MissingFile, NotACheckpoint, UnknownArchitecture, UsageError
+from vlfit.checkpoint.removal import find_removable, remove_model
+from vlfit.checkpoint.source import locate_or_download, open_checkpoint, resolve_name
+from vlfit.errors import (
+    CheckpointError,
+    MissingFile,
+    NotACheckpoint,
+    NotDownloaded,
+    UnknownArchitecture,
+    UsageError,
+)
 
 DIGESTS = {letter: letter * 64 for letter in "abcdef"}
 
@@ -130,7 +138,7 @@ def test_vlfits_own_store(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ours.bytes == model.stat().st_size + tower.stat().st_size
     (one,) = resolve_name("Q-q8")
     assert one.folder == model
-    assert removable_folder("Q-q8") == store / "Q-q8"
+    assert find_removable("Q-q8").folder == store / "Q-q8"
     assert open_checkpoint("Q-q8").config.vision is not None
 
 
@@ -317,8 +325,12 @@ def test_names_of_ollama_open_the_blobs(home: Path) -> None:
     assert opened.name == "ollama:qwen3-vl:4b"
     assert opened.config.vision is not None
     assert opened.folder.name == "qwen3-vl-4b"
-    with pytest.raises(UsageError, match="ollama:qwen3-vl:4b"):
-        removable_folder("ollama:qwen3-vl:4b")
+    for typed in ("ollama:qwen3-vl:4b", "ollama:qwen3-vl", str(model)):
+        with pytest.raises(UsageError, match="Ollama") as caught:
+            find_removable(typed)
+        assert caught.value.hint.endswith("ollama rm qwen3-vl:4b")
+    with pytest.raises(NotACheckpoint, match="nothing-here"):
+        find_removable("ollama:nothing-here")
 
 
 def test_files_of_ollamas_converter_are_refused_by_what_to_do(home: Path) -> None:
@@ -362,8 +374,87 @@ def test_a_repository_means_all_of_its_types_that_are_here(home: Path) -> None:
     assert {one.name for one in resolve_name("org/Q-GGUF")} == {"org/Q-GGUF:Q4_K_M", "org/Q-GGUF:Q8_0"}
     with pytest.raises(UsageError, match=r"Q4_K_M.*Q8_0|leaves"):
         locate_or_download("org/Q-GGUF")
-    with pytest.raises(UsageError, match="org/Q-GGUF:Q8_0"):
-        removable_folder("org/Q-GGUF:Q8_0")
+
+
+def left_in(folder: Path) -> set[str]:
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+
+
+def test_one_type_of_several_is_removed(home: Path) -> None:
+    parts = [f"BF16/Q-BF16-0000{number}-of-00002.gguf" for number in (1, 2)]
+    folder = hub_repository(home, "org/Q-GGUF", *parts, "Q-Q8_0.gguf", "mmproj-F16.gguf", "README.md")
+    whole = folder.parents[1]
+    assert set(find_removable("org/Q-GGUF:bf16").files) == {folder / part for part in parts}
+    assert remove_model("org/Q-GGUF:bf16") == 20
+    assert left_in(folder) == {"Q-Q8_0.gguf", "mmproj-F16.gguf", "README.md"}
+    assert len(left_in(whole / "blobs")) == 3
+    assert list(named()) == ["org/Q-GGUF:Q8_0"]
+    with pytest.raises(NotDownloaded) as caught:
+        remove_model("org/Q-GGUF:BF16")
+    assert "org/Q-GGUF:Q8_0" in caught.value.hint
+    assert remove_model("org/Q-GGUF:Q8_0") == 20  # the tower goes with the last
+    assert left_in(folder) == {"README.md"}
+
+
+def test_nothing_stays_behind_the_last_type(home: Path) -> None:
+    folder = hub_repository(home, "org/Q-GGUF", "Q-Q8_0.gguf", "mmproj-F16.gguf")
+    (folder.parents[1] / "blobs" / "0.incomplete").write_bytes(b"x" * 7)  # of another type
+    remove_model("org/Q-GGUF:Q8_0")
+    assert left_in(folder.parents[1]) == {"blobs/0.incomplete"}
+    hub_repository(home, "org/R-GGUF", "R-Q8_0.gguf")
+    assert remove_model("org/R-GGUF:R-Q8_0") > 10
+    assert not (home / "hub" / "models--org--R-GGUF").exists()
+
+
+def test_what_is_removed_may_lack_a_part(home: Path) -> None:
+    folder = hub_repository(home, "org/Q-GGUF", "Q-Q8_0-00001-of-00002.gguf", "Q-Q4_0.gguf")
+    assert named()["org/Q-GGUF:Q8_0"].problem
+    assert remove_model("org/Q-GGUF:Q8_0") == 10
+    assert left_in(folder) == {"Q-Q4_0.gguf"}
+
+
+def test_snapshots_share_what_is_removed(home: Path) -> None:
+    files = ("Q-Q8_0.gguf", "Q-Q4_0.gguf")
+    older = hub_repository(home, "org/Q-GGUF", *files, commit="0ld")
+    newer = hub_repository(home, "org/Q-GGUF", *files)
+    assert remove_model("org/Q-GGUF:Q8_0") == 0
+    assert (left_in(newer), left_in(older)) == ({"Q-Q4_0.gguf"}, set(files))
+    assert (older / "Q-Q8_0.gguf").read_bytes()
+    assert remove_model("org/Q-GGUF:Q8_0@0ld") == 10
+    assert left_in(older) == {"Q-Q4_0.gguf"}
+
+
+def test_one_of_several_in_the_store_is_removed_by_its_path(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLFIT_HOME", str(home / "own"))
+    folder = home / "own" / "models" / "several"
+    one, other, tower = (put(folder / name) for name in ("a-Q4_K.gguf", "b-Q4_K.gguf", "mmproj-a.gguf"))
+    assert remove_model(str(one)) == 10
+    assert (other.is_file(), tower.is_file()) == (True, True)
+    assert remove_model("several") == 20
+    assert not folder.exists()
+    elsewhere = put(home / "elsewhere" / "c-Q4_K.gguf")
+    folder.symlink_to(elsewhere.parent)
+    with pytest.raises(UsageError):
+        remove_model(str(folder / elsewhere.name))
+    assert elsewhere.is_file()
+
+
+def test_models_of_other_programs_are_theirs_to_remove(home: Path) -> None:
+    studio = put(home / ".lmstudio" / "models" / "org" / "Q-GGUF" / "Q-Q8_0.gguf")
+    cached = put(home / ".cache" / "llama.cpp" / "by-address-Q4_0.gguf")
+    for typed, title, file in (
+        ("lmstudio:org/Q-GGUF:Q8_0", "LM Studio", studio),
+        ("org/Q-GGUF:Q8_0", "LM Studio", studio),
+        (str(studio), "LM Studio", studio),
+        ("llama.cpp:by-address-Q4_0", "llama.cpp", cached),
+    ):
+        with pytest.raises(UsageError, match=title) as caught:
+            remove_model(typed)
+        assert title in caught.value.hint
+        assert str(file) in caught.value.hint
+        assert file.is_file()
 
 
 def test_paths(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ import pytest
 from tests.checkpoint.edit import copy_of
 from tests.checkpoint.test_source import cache, put
 from vlfit.checkpoint import catalog, store
+from vlfit.checkpoint.removal import find_removable, remove_model
 from vlfit.checkpoint.source import (
     local_models,
     locate_or_download,
     open_checkpoint,
-    removable_folder,
-    remove_model,
     resolve_name,
 )
 from vlfit.errors import NotACheckpoint, NotDownloaded, UsageError
@@ -201,7 +200,7 @@ def test_the_store_is_listed_and_emptied_by_name(cache: Path, models: Path, tiny
     (models / ".Cut-Off.12.incomplete").mkdir()
     listed = {model.name: model.folder for model in local_models() if model.name != "mini"}
     assert listed == {"Holiday-INT4": folder}
-    assert removable_folder("holiday-int4") == folder
+    assert find_removable("holiday-int4").folder == folder
     size = sum(path.stat().st_size for path in folder.iterdir())
     assert remove_model("holiday-int4") == size
     assert not folder.exists()
@@ -230,7 +229,7 @@ def test_removal_takes_short_names_but_never_guesses(cache: Path, tiny: Tiny) ->
 
 def test_removal_by_a_short_name_finds_a_converted_copy(cache: Path, models: Path, tiny: Tiny) -> None:
     copy_of(tiny("tied"), models / FOUR[2])
-    assert removable_folder("qwen3-vl:4b") == removable_folder("4B-INT4") == models / FOUR[2]
+    assert find_removable("qwen3-vl:4b").folder == find_removable("4B-INT4").folder == models / FOUR[2]
     put(cache, FOUR[1], tiny("fp8"))
     with pytest.raises(UsageError) as error:
         remove_model("4B")

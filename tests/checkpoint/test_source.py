@@ -12,7 +12,8 @@ from tests.tiny import TINY
 from vlfit.checkpoint import source
 from vlfit.checkpoint.cache import cached_models
 from vlfit.checkpoint.hub import is_complete, is_hub_name
-from vlfit.checkpoint.source import open_checkpoint, remove_model
+from vlfit.checkpoint.removal import remove_model
+from vlfit.checkpoint.source import open_checkpoint
 from vlfit.errors import (
     BrokenShard,
     MissingTensor,

@@ -174,3 +174,13 @@ def test_a_place_left_before_its_end_is_named(shelf: Path, monkeypatch: pytest.M
     assert str(shelf.parents[2]) in late.stderr
     assert "--all" in late.stderr
     assert len(json.loads(run("--all", "--json").stdout)) == 2
+
+
+def test_rm_of_one_type_says_which_files(shelf: Path) -> None:
+    no = run("rm", "org/Q-GGUF:q8_0", typed="n\n")
+    assert no.exit_code == 1
+    assert "Q-Q8_0.gguf" in no.stderr
+    assert "Q-Q4_K_M.gguf" not in no.stderr
+    assert run("rm", "org/Q-GGUF:q8_0", "--yes").exit_code == 0
+    assert [path.name for path in shelf.iterdir()] == ["Q-Q4_K_M.gguf"]
+    assert isinstance(run("rm", "org/Q-GGUF:q8_0", "--yes").exception, NotDownloaded)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.options import CommandOptions, complete_local_model, complete_model, takes_options
+from vlfit.cli.options import CommandOptions, complete_model, complete_removable, takes_options
 from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap
 from vlfit.errors import NotDownloaded, VlfitError
 from vlfit.units import MIB, format_bytes
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from vlfit.checkpoint.cache import LocalModel
     from vlfit.checkpoint.gguf.places import Search
     from vlfit.checkpoint.hub import FileSelection
+    from vlfit.checkpoint.removal import Removable
     from vlfit.checkpoint.source import ResolvedModel
     from vlfit.loading.kernel_build import KernelBuild
     from vlfit.plan.gguf_shelf import ShelvedModel
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 _LINE_BITS_PER_S = 100_000_000  # of the connection that a download's time is stated for
 _YES = ("1", "true", "yes", "on")
 _NUMBER_AND_UNIT = re.compile(r"(?<=\d) (?=(?:[KMGT]iB|B|Mbit/s|min|m?s)\b)|(?<=\bmin) (?=\d)")  # the spaces
+_SHOWN_FILES = 4  # in a question
 _RIGHT_ALIGNED = ("SIZE", "size", "left MiB", "context", "tokens/s", "KLD")
 
 
@@ -384,20 +386,23 @@ def remove(
         str,
         typer.Argument(
             metavar="NAME",
-            autocompletion=complete_local_model,
-            help="A name as `vlfit models` prints it.",
+            autocompletion=complete_removable,
+            help="A name as `vlfit models` prints it; org/name-GGUF:TYPE for one of several types.",
         ),
     ],
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
 ) -> None:
-    """Remove a downloaded or converted checkpoint. Asks first."""
-    from vlfit.checkpoint.source import removable_folder, remove_model
+    """Remove a downloaded or converted checkpoint, or one type of its GGUF files. Asks first.
 
-    folder = removable_folder(name)
+    The vision tower (mmproj) goes with the last type. Other programs' models are theirs to remove.
+    """
+    from vlfit.checkpoint.removal import find_removable, remove
+
+    removable = find_removable(name)
     if not (yes or os.environ.get("VLFIT_YES", "").lower() in _YES):
         try:
             # On stderr: stdout is for data.
-            typer.confirm(f"Remove {name} ({folder})?", abort=True, err=True)
+            typer.confirm(f"Remove {name} ({_described(removable)})?", abort=True, err=True)
         except typer.Abort:
             if sys.stdin.isatty():
                 raise
@@ -406,8 +411,17 @@ def remove(
                 f"{name} was not removed: nobody said yes",
                 "Without a terminal: repeat with --yes, or with VLFIT_YES=1.",
             ) from None
-    freed = remove_model(name)
+    freed = remove(removable)
     typer.echo(f"removed {name}: {format_bytes(freed)} freed", err=True)
+
+
+def _described(removable: "Removable") -> str:
+    """What will be removed: the folder, or names of files in it."""
+    names = [escape_control(path.name, terminal=True) for path in removable.files]
+    more = f" and {len(names) - _SHOWN_FILES} more" if len(names) > _SHOWN_FILES else ""
+    return (
+        f"{', '.join(names[:_SHOWN_FILES])}{more} in {removable.folder}" if names else str(removable.folder)
+    )
 
 
 def pull(

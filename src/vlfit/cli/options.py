@@ -554,6 +554,13 @@ def complete_local_model(incomplete: str) -> list[str]:
     return _beginning(incomplete, names)
 
 
+def complete_removable(incomplete: str) -> list[str]:
+    """Names that begin with ``incomplete``, of what ``vlfit models rm`` removes."""
+    from vlfit.checkpoint.removal import removable_names
+
+    return _beginning(incomplete, [*complete_local_model(""), *removable_names()])
+
+
 def complete_backend(incomplete: str) -> list[str]:
     """Names of backends that begin with ``incomplete``."""
     return _beginning(incomplete, ["native", "vllm", "transformers", "remote"])

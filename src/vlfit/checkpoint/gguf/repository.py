@@ -164,12 +164,15 @@ def cached_file(name: str) -> FoundModel | None:
     if wanted is None:
         return None
     for each in cached_models_of(wanted.repository, wanted.revision):
-        label = each.name.partition(":")[2].partition("@")[0]
-        if not each.problem and (
-            same_type(label, wanted.type) or stem_of(each.path.name).lower() == wanted.type.lower()
-        ):
+        if not each.problem and has_type(each, wanted.type):
             return each
     return None
+
+
+def has_type(model: FoundModel, kind: str) -> bool:
+    """Whether ``kind``, in a name, means this model of the hub's cache: its type, or its file's stem."""
+    label = model.name.partition(":")[2].partition("@")[0]
+    return same_type(label, kind) or stem_of(model.path.name).lower() == kind.lower()
 
 
 def download(name: str, progress: ByteProgress | None = None) -> FoundModel:
