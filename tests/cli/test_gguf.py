@@ -33,8 +33,9 @@ class Person:
         clean = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
         return {**clean, "HOME": str(self.home), "HF_ENDPOINT": self.hub.url}
 
-    def run(self, *words: str) -> subprocess.CompletedProcess[str]:
-        return run_program(*words, env=self.variables(), cwd=self.home)
+    def run(self, *words: str, offline: bool = False) -> subprocess.CompletedProcess[str]:
+        variables = self.variables() | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+        return run_program(*words, env=variables, cwd=self.home)
 
 
 @pytest.fixture
@@ -118,6 +119,31 @@ def test_plan_has_all_types_in_one_table(person: Person) -> None:
     assert [each["type"] for each in facts["quantizations"]] == ["Q8_0", "Q4_K_M"]
     one = json.loads(person.run("plan", f"{NAME}:Q4_K_M", *CARD, "--json").stdout)
     assert one["ledger"] == facts["quantizations"][1]["plan"]["ledger"]
+
+
+def test_a_plan_of_what_is_here_needs_no_network(person: Person, hub: Hub) -> None:
+    every = json.loads(person.run("plan", NAME, *CARD, "--json").stdout)
+    assert every["local_only"] is False
+    assert person.run("plan", NAME, *CARD, offline=True).returncode == 1
+    assert person.run("pull", f"{NAME}:Q4_K_M").returncode == 0
+    hub.requests.clear()
+    done = person.run("plan", NAME, *CARD, "--json", offline=True)
+    assert hub.requests == []
+    facts = json.loads(done.stdout)
+    assert (facts["local_only"], facts["recommended"]) == (True, f"{NAME}:Q4_K_M")
+    (here,) = facts["quantizations"]
+    (there,) = [each for each in every["quantizations"] if each["type"] == "Q4_K_M"]
+    assert here["plan"]["ledger"] == there["plan"]["ledger"]
+    assert here["download"] == there["download"]
+    assert "HF_HUB_OFFLINE" in done.stderr
+    hub.repositories.clear()  # a hub that does not know it, or no longer
+    gone = person.run("plan", NAME, *CARD)
+    assert gone.returncode == 0
+    assert NAME in gone.stderr
+    assert "Q8_0" not in gone.stdout
+    hub.requests.clear()
+    assert person.run("plan", f"{NAME}:Q4_K_M", *CARD).returncode == 0
+    assert hub.requests == []
 
 
 def test_models_lists_what_others_have(person: Person) -> None:

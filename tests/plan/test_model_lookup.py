@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+from tests.checkpoint.test_source import put
 from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint import remote_headers as remote
 from vlfit.checkpoint.config import ModelConfig
@@ -34,6 +35,8 @@ from vlfit.plan.model_lookup import (
 from vlfit.plan.shapes import FROM_HEADERS, Model, model_of
 from vlfit.quantize.conversion import convert
 
+CACHED_FOLDER = hub.cached_folder
+
 
 @pytest.fixture(autouse=True)
 def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,8 +45,22 @@ def _no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(name: str) -> None:
         raise AssertionError(f"the hub was asked for {name}")
 
-    monkeypatch.setattr(hub, "cached_folder", lambda name: None)
+    monkeypatch.setattr(hub, "cached_folder", lambda name, *_: None)
     monkeypatch.setattr(remote, "read_remote_checkpoint", refuse)
+
+
+@pytest.mark.parametrize("tokenizer", ["tokenizer.json", None])
+def test_a_plan_of_weights_that_are_here_needs_no_network(
+    tmp_path: Path, tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, tokenizer: str | None
+) -> None:
+    """``_no_hub`` fails where the hub is asked. Other programs download other tokenizer files, or none."""
+    monkeypatch.setattr(hub, "cached_folder", CACHED_FOLDER)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    folder = put(tmp_path, "org/model", tiny("tied"))
+    if tokenizer is None:
+        (folder / "tokenizer.json").unlink()
+    (model,) = find_exact_models("org/model")
+    assert model.weight_bytes == find_exact_models(str(tiny("tied")))[0].weight_bytes
 
 
 def test_catalog_names_need_no_network() -> None:

@@ -420,6 +420,11 @@ def _plan_repository(
 
     with nearest_names_in_hint(name):
         plans = plan_quantizations(name, machine, wishes)
+    if plans.unlisted is not None:
+        printer.note(
+            f"only the quantizations that are here: which others {name} has is not known "
+            f"({plans.unlisted.message})"
+        )
     best = plans.best
     if best is None:
         raise UnknownArchitecture(
@@ -435,7 +440,8 @@ def _plan_repository(
         from vlfit.cli.pages.plan_page import model_page
 
         advice = advice_for(best, machine, wishes, elsewhere=elsewhere)
-        _print_pages([model_page(best, advice), f"\nAll quantizations\n{repository_table(plans)}"])
+        title = "All quantizations" if plans.unlisted is None else "Quantizations on this computer"
+        _print_pages([model_page(best, advice), f"\n{title}\n{repository_table(plans)}"])
     return best.fits
 
 

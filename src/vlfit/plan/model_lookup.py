@@ -39,6 +39,8 @@ from vlfit.errors import MissingFile, UsageError, VlfitError
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan.shapes import FROM_HEADERS, Model, model_of
 
+_HEADERS = hub.FileSelection(tokenizer_files=("config.json",))  # all that a plan reads: no tokenizer
+
 
 @dataclass(frozen=True, slots=True)
 class NamedModels:
@@ -332,7 +334,7 @@ def _converted_model(checkpoint: Checkpoint, weights: str, rounding: FormatOptio
 
 
 def _from_the_hub(name: str) -> Checkpoint:
-    cached = hub.cached_folder(name)
+    cached = hub.cached_folder(name, _HEADERS)
     if cached is not None:
         return read_checkpoint(name, cached)
     from vlfit.checkpoint.remote_headers import read_remote_checkpoint

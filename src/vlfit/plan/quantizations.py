@@ -6,14 +6,16 @@ from typing import Any
 
 from vlfit.checkpoint import hub
 from vlfit.checkpoint.gguf.file_names import bits_of_type
+from vlfit.checkpoint.gguf.places import cached_models_of
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization, list_repository
-from vlfit.errors import NotDownloaded, UsageError, VlfitError
+from vlfit.errors import HubError, NotDownloaded, UsageError, VlfitError
 from vlfit.machine.model import Machine
-from vlfit.plan.model_lookup import read_gguf_repository
+from vlfit.plan.model_lookup import found_gguf_model, read_gguf_repository
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.recommend import recommended
 from vlfit.plan.report import VERSION, plan_to_json
+from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
 _USUAL_BITS = 4  # of the type that is taken without a GPU to plan for
@@ -61,36 +63,76 @@ class RepositoryPlans:
     """The quantizations of ``repository``, the largest first, and the ``best`` of them.
 
     ``best``: the one to take; of those that do not fit the one that lacks the least; None if none can be run.
+    ``unlisted``: why the hub could not be asked, in which case they are those on this computer.
     """
 
     repository: GgufRepository
     quantizations: tuple[QuantizationPlan, ...]
     best: Plan | None
+    unlisted: HubError | None = None
 
 
 def plan_quantizations(name: str, machine: Machine, wishes: Wishes) -> RepositoryPlans:
     """Plan every quantization of the repository ``org/name`` (or ``@revision``) for ``machine``.
 
-    Reads headers from the hub: 0.4 MB, and 0.14 MB for each type beyond the first. Raises ``HubError`` or a
-    subclass, ``DeviceError`` without a GPU, ``UsageError`` for wishes that none can meet.
+    Reads headers from the hub: 0.4 MB, and 0.14 MB for each type beyond the first. If the hub cannot be
+    asked, those in its cache are planned. Raises ``HubError`` or a subclass if there are none there,
+    ``DeviceError`` without a GPU, ``UsageError`` for wishes that none can meet.
     """
-    repository = list_repository(name)
+    unlisted = None
+    try:
+        repository = list_repository(name)
+        found = [
+            _Found(each, _download(repository, each), model)
+            for each, model in read_gguf_repository(repository, repository.quantizations)
+        ]
+    except HubError as error:
+        unlisted = error
+        found = _found_here(name)
+        if not found:
+            raise
+        repository = GgufRepository(name, tuple(each.quantization for each in found), {})
     rows, refusals = [], []
-    for each, model in read_gguf_repository(repository, repository.quantizations):
+    for each in found:
         plan, problem = None, ""
-        if isinstance(model, VlfitError):
-            problem = model.message
+        if isinstance(each.model, VlfitError):
+            problem = each.model.message
         else:
             try:
-                plan = find_plan([model], machine, wishes)
+                plan = find_plan([each.model], machine, wishes)
             except UsageError as error:
                 problem = error.message
                 refusals.append(error)
-        download, kld = _download(repository, each), _published(repository, each)
-        rows.append(QuantizationPlan(each.type, download, plan, problem, kld))
+        kld = _published(repository, each.quantization)
+        rows.append(QuantizationPlan(each.quantization.type, each.download, plan, problem, kld))
     if refusals and not any(row.plan for row in rows):
         raise refusals[0]
-    return RepositoryPlans(repository, tuple(rows), _best(rows))
+    return RepositoryPlans(repository, tuple(rows), _best(rows), unlisted)
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """A quantization, the bytes of all its files, and its model, or why there is none."""
+
+    quantization: Quantization
+    download: int
+    model: Model | VlfitError
+
+
+def _found_here(name: str) -> list[_Found]:
+    """The quantizations of a repository that are whole in the hub's cache, the largest first."""
+    found = []
+    for each in cached_models_of(*hub.split_name(name)):
+        if each.problem:
+            continue
+        model: Model | VlfitError
+        try:
+            model = found_gguf_model(each)
+        except VlfitError as error:
+            model = error
+        kind = each.name.partition(":")[2].partition("@")[0]
+        found.append(_Found(Quantization(kind, (each.path.name,), (each.bytes,)), each.bytes, model))
+    return sorted(found, key=lambda each: -each.download)
 
 
 def choose_quantization(name: str, machine: Machine) -> tuple[str, str]:
@@ -123,6 +165,7 @@ def repository_to_json(plans: RepositoryPlans) -> dict[str, Any]:
     return {
         "version": VERSION,
         "repository": plans.repository.name,
+        "local_only": plans.unlisted is not None,
         "recommended": plans.best.model.name if plans.best is not None and plans.best.fits else None,
         "quantizations": [
             {
