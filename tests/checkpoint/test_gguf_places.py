@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from tests.hollow_gguf import Shapes, only, write_mmproj, write_model
+from tests.wording import figures_in
 from vlfit.checkpoint.gguf import places
+from vlfit.checkpoint.gguf.file_names import split_parts, with_mmproj
 from vlfit.checkpoint.gguf.places import FoundModel, found_models, name_in_program
 from vlfit.checkpoint.removal import find_removable, remove_model
 from vlfit.checkpoint.source import locate_or_download, open_checkpoint, resolve_name
@@ -482,6 +484,89 @@ def test_a_later_part_means_the_first(tmp_path: Path) -> None:
     second = put(tmp_path / "Q-Q8_0-00002-of-00002.gguf")
     assert resolve_name(second)[0].folder == first
     assert resolve_name(second)[0].name == "Q-Q8_0"
+    first.unlink()
+    for path in (second, tmp_path):
+        with pytest.raises(MissingFile, match=first.name):
+            resolve_name(path)
+
+
+def test_a_folder_with_several_models_names_them_all(tmp_path: Path) -> None:
+    models = [put(tmp_path / f"Q-{kind}.gguf") for kind in ("Q4_K_M", "Q8_0")]
+    put(tmp_path / "mmproj-F16.gguf")
+    with pytest.raises(NotACheckpoint, match=r"\b2 GGUF") as caught:
+        resolve_name(tmp_path)
+    assert all(str(path) in caught.value.hint for path in models)
+    for number in range(20):
+        put(tmp_path / f"R{number}-Q8_0.gguf")
+    with pytest.raises(NotACheckpoint, match=r"\b22 GGUF") as caught:
+        resolve_name(tmp_path)
+    assert figures_in(caught.value.hint)[-1] == 22 - caught.value.hint.count(".gguf")
+
+
+def test_a_folder_with_one_model_is_that_model(tmp_path: Path) -> None:
+    model = write_model(tmp_path / "Q-Q4_K_M.gguf")
+    put(tmp_path / "config.json").write_text("{}")  # of the original model, as publishers leave it there
+    put(tmp_path / "imatrix.gguf")
+    (tmp_path / "R-Q8_0.gguf").symlink_to("nowhere")
+    os.mkfifo(tmp_path / "mmproj-F16.gguf")
+    assert resolve_name(tmp_path)[0].folder == model
+    assert open_checkpoint(tmp_path).config.vision is None
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (["mmproj-F16.gguf"], "--mmproj"),
+        (["imatrix.gguf"], ""),
+        (["BF16/Q-BF16.gguf"], "BF16/Q-BF16.gguf"),
+    ],
+)
+def test_a_folder_without_a_model_says_what_is_in_it(tmp_path: Path, files: list[str], shown: str) -> None:
+    for file in files:
+        put(tmp_path / file)
+    with pytest.raises(NotACheckpoint, match="GGUF") as caught:
+        resolve_name(tmp_path)
+    assert shown in caught.value.hint
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _dangling(path: Path) -> None:
+    path.symlink_to("gone.gguf")
+
+
+def _circle(path: Path) -> None:
+    path.symlink_to(path.name)
+
+
+def _device(path: Path) -> None:
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("make", "says"), [(_pipe, "pipe"), (_dangling, r"gone\.gguf"), (_circle, "itself"), (_device, "device")]
+)
+def test_what_is_no_file_is_called_what_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make: Callable[[Path], None], says: str
+) -> None:
+    """A test that opened the pipe would not end."""
+    model, path = write_model(tmp_path / "model.gguf"), tmp_path / "folder" / "Q-Q8_0.gguf"
+    path.parent.mkdir()
+    make(path)
+    monkeypatch.chdir(path.parent)
+    for name in (path, str(path), path.name, path.parent, f"{model}+{path}"):
+        with pytest.raises(NotACheckpoint, match=says):
+            resolve_name(name)
+    for open_anyway in (split_parts, lambda each: with_mmproj(str(model), each)):
+        with pytest.raises(NotACheckpoint, match=says):
+            open_anyway(path)
+    assert list(named()) == []
+    put(tmp_path / "Q-Q8_0-00001-of-00002.gguf")
+    make(tmp_path / "Q-Q8_0-00002-of-00002.gguf")
+    with pytest.raises(MissingFile, match=says):
+        split_parts(tmp_path / "Q-Q8_0-00001-of-00002.gguf")
 
 
 @pytest.mark.parametrize(

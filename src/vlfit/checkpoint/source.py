@@ -1,6 +1,7 @@
 """Open a checkpoint by any of its names: ``mini`` (bundled), a folder, the store, the catalog, the hub."""
 
 import re
+import shlex
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,14 +17,17 @@ from vlfit.checkpoint.config import ModelConfig
 from vlfit.checkpoint.gguf import places, repository
 from vlfit.checkpoint.gguf.file_names import (
     is_gguf_name,
+    is_mmproj_name,
     is_model_name,
     names_of_parts,
     split_mmproj,
+    split_parts,
     stem_of,
 )
 from vlfit.checkpoint.gguf.gguf_folder import GGUFKind, is_gguf_folder
 from vlfit.checkpoint.headers import TensorInfo, read_headers
 from vlfit.checkpoint.pooling_files import without_missing_head
+from vlfit.checkpoint.special_files import describe_special
 from vlfit.checkpoint.tensors import check_tensors, count_parameters, normalize_gptq_awq, weights_format
 from vlfit.errors import HubModelNotFound, MissingFile, NotACheckpoint, NotDownloaded, UsageError
 from vlfit.models.registry import read_config
@@ -47,6 +51,7 @@ _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]")
 _PATH = re.compile(rf"/|\.\.?(/|$)|~|{_WINDOWS_PATH.pattern}")  # how what can only be a path begins
 _MAX_SHOWN = 80  # characters of a name in an error
+_MAX_NAMES = 8  # of files in an error
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +327,8 @@ def _as_folder(model: str | Path) -> Path | None:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise NotACheckpoint(f"{_shown(str(model))} cannot be opened: {reason}", _NAMES_HINT) from error
     if is_file and (is_gguf_name(path.name) or _begins_as_gguf(path)):
-        return path.with_name(names_of_parts(path.name)[0])
+        first = path.with_name(names_of_parts(path.name)[0])
+        return first if first.is_file() else split_parts(path)[0]  # raises: it is missing
     if is_file and path.suffix in _CHECKPOINT_SUFFIXES and (path.parent / "config.json").is_file():
         return path.parent
     if is_file:
@@ -331,6 +337,9 @@ def _as_folder(model: str | Path) -> Path | None:
             "*.safetensors",
             _NAMES_HINT,
         )
+    special = describe_special(path)
+    if special is not None:
+        raise NotACheckpoint(f"{_shown(str(model))} is {special[0]}", special[1])
     return None
 
 
@@ -346,27 +355,73 @@ def _at_path(path: Path) -> ResolvedModel:
     """The model at ``path``: a GGUF file, a folder of one, or the folder of a checkpoint."""
     if path.is_file():
         return ResolvedModel(stem_of(path.name), path)
-    found = [] if (path / "config.json").is_file() else _gguf_models_in(path)
+    files = [] if _has_safetensors(path) else _gguf_files_in(path)
+    found = [each for each in files if is_model_name(each.name) and each.is_file()]
     if len(found) > 1:
-        raise NotACheckpoint(
-            f"{str(path)!r} has {len(found)} GGUF models", f"Name one of its files: {found[0]}."
-        )
+        raise NotACheckpoint(f"{str(path)!r} has {len(found)} GGUF models", _name_one_of(found))
     if found:
         return _at_path(found[0])
+    if not (path / "config.json").is_file():
+        _refuse_folder_without_model(path, files)
     return ResolvedModel(path.resolve().name, path)
 
 
-def _gguf_models_in(folder: Path) -> list[Path]:
+def _has_safetensors(folder: Path) -> bool:
+    """Whether ``folder`` is a checkpoint in safetensors; a config.json may lie beside GGUF files, too."""
+    return (folder / "config.json").is_file() and next(folder.glob("*.safetensors*"), None) is not None
+
+
+def _gguf_files_in(folder: Path, pattern: str = "*") -> list[Path]:
+    """What is called ``.gguf`` in ``folder``, sorted, whether it is a file or not."""
     try:
-        return sorted(path for path in folder.glob("*.gguf") if is_model_name(path.name))
+        return sorted(path for path in folder.glob(pattern) if is_gguf_name(path.name))
     except OSError:
         return []
+
+
+def _refuse_folder_without_model(folder: Path, files: list[Path]) -> None:
+    """Raise ``NotACheckpoint`` or ``MissingFile`` if there are GGUF files in ``folder``, but no model.
+
+    ``files``: of ``_gguf_files_in``. Folders below it are looked at, too.
+    """
+    for path in files:
+        special = describe_special(path)
+        if special is not None and is_model_name(path.name):
+            raise NotACheckpoint(f"{path.name} in {str(folder)!r} is {special[0]}", special[1])
+    regular = [path for path in files if path.is_file()]
+    for path in regular:
+        if len(names_of_parts(path.name)) > 1:
+            split_parts(path)  # raises: the first part is missing
+    names = ", ".join(path.name for path in regular[:_MAX_NAMES])
+    if regular and all(is_mmproj_name(path.name) for path in regular):
+        raise NotACheckpoint(
+            f"{str(folder)!r} has a vision tower ({names}), but no GGUF model to go with it",
+            f"Name the model's file, with --mmproj {shlex.quote(str(regular[0]))}.",
+        )
+    if regular:
+        raise NotACheckpoint(
+            f"{str(folder)!r} has GGUF files, but no model by their names: {names}", "Name the file itself."
+        )
+    below = [each for each in _gguf_files_in(folder, "*/*") if is_model_name(each.name) and each.is_file()]
+    if below:
+        raise NotACheckpoint(
+            f"{str(folder)!r} has no model itself, but GGUF models in folders below it: {len(below)}",
+            _name_one_of(below),
+        )
+
+
+def _name_one_of(found: list[Path]) -> str:
+    more = f" and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
+    return f"Name one: {', '.join(shlex.quote(str(each)) for each in found[:_MAX_NAMES])}{more}."
 
 
 def _with_mmproj(found: tuple[ResolvedModel, ...], mmproj: str) -> tuple[ResolvedModel, ...]:
     """``found`` with the vision tower in the file ``mmproj``. Raises ``NotACheckpoint``."""
     path = Path(mmproj).expanduser()
     if not path.is_file():
+        special = describe_special(path)
+        if special is not None:
+            raise NotACheckpoint(f"{_shown(mmproj)} is {special[0]}", special[1])
         raise _no_folder_error(mmproj)
     for each in found:
         if not each.is_gguf:

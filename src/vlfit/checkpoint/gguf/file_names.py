@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from vlfit.checkpoint.gguf.advice import KEEP_NAMES
+from vlfit.checkpoint.special_files import describe_special
 from vlfit.errors import MissingFile, NotACheckpoint
 
 SUFFIX = ".gguf"
@@ -124,15 +125,24 @@ def split_parts(path: Path) -> tuple[Path, ...]:
     """
     path = path.absolute()
     if not path.is_file():
+        special = describe_special(path)
+        if special is not None:
+            raise NotACheckpoint(f"{path} is {special[0]}", special[1])
         raise NotACheckpoint(f"there is no file {path}", "Check the path.")
     parts = tuple(path.with_name(name) for name in names_of_parts(path.name))
-    missing = [part.name for part in parts if not part.is_file()]
+    missing = [part for part in parts if not part.is_file()]
     if missing:
+        names = ", ".join(_with_kind(part) for part in missing[:5])
         raise MissingFile(
-            f"{len(missing)} of {len(parts)} parts are missing in {path.parent}: {', '.join(missing[:5])}",
-            KEEP_NAMES,
+            f"{len(missing)} of {len(parts)} parts are missing in {path.parent}: {names}", KEEP_NAMES
         )
     return parts
+
+
+def _with_kind(path: Path) -> str:
+    """The name of a missing file, with what is there in its place."""
+    special = describe_special(path)
+    return path.name if special is None else f"{path.name} ({special[0]})"
 
 
 def best_mmproj(model: str, names: Iterable[str]) -> str | None:
@@ -163,6 +173,9 @@ def with_mmproj(model: str, mmproj: str | Path | None) -> str:
     if mmproj is None:
         return model
     if not _is_file(mmproj):
+        special = describe_special(Path(mmproj).expanduser())
+        if special is not None:
+            raise NotACheckpoint(f"{str(mmproj)!r} behind --mmproj is {special[0]}", special[1])
         raise NotACheckpoint(
             f"there is no file {str(mmproj)!r} with a vision tower", "Check the path behind --mmproj."
         )
