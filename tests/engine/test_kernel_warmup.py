@@ -145,6 +145,8 @@ def test_no_request_launches_what_the_start_did_not(
     assert built.counters == Counters()
     assert built.block_manager.num_free == built.block_manager.num_blocks
     assert len(built.runner.text.layers) == built.checkpoint.config.text.num_hidden_layers
+    tower: Any = built.runner.vision
+    assert len(tower.blocks) == built.checkpoint.config.required_vision.depth
     before, most_features = set(launches.seen), launches.most_features
     serve(built, random.Random(4))
     assert built.counters.failed == 0
@@ -153,6 +155,41 @@ def test_no_request_launches_what_the_start_did_not(
     # Pools of memory grow with them, too.
     assert most_features > 600 + 200  # those of a whole pass, and of what it reaches of large pictures
     assert launches.most_features <= most_features
+
+
+class CountedTower:
+    """A vision tower that counts the image tokens of each call."""
+
+    def __init__(self, tower: Any) -> None:
+        self._tower = tower
+        self.encoded: list[int] = []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tower, name)
+
+    def __call__(self, *arguments: Any) -> Any:
+        features = self._tower(*arguments)
+        self.encoded.append(len(features.rows))
+        return features
+
+
+@pytest.mark.skipif(ON_GPU, reason="on a GPU pictures are encoded for the graph of the tower, too")
+@pytest.mark.parametrize(("image_tokens", "times"), [(400, 1), (40, 3)])
+def test_a_card_encodes_the_largest_picture_once(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, image_tokens: int, times: int
+) -> None:
+    """Unless a pass has several of them."""
+    Launches(monkeypatch)
+    options = EngineOptions(
+        device="cpu", max_model_len=512, max_num_batched_tokens=64, max_num_seqs=2, image_tokens=image_tokens
+    )
+    built = NativeEngine(open_checkpoint(tiny("tied")), options)
+    tower = CountedTower(built.runner.vision)
+    monkeypatch.setattr(built.runner, "vision", tower)
+    seen = warmup.run_worst_case(built, image_tokens)
+    assert seen.num_images == 1
+    assert len([tokens for tokens in tower.encoded if tokens == image_tokens]) >= times
+    assert (len(tower.encoded) == 1) is (times == 1)
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 That they are the reference's is tested in ``test_parity.py``; what they take in ``tests/plan/test_costs.py``.
 """
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 
@@ -80,6 +81,30 @@ def test_features_do_not_depend_on_the_split_feed_forward(
         assert relative(other.rows, first.rows) < TOLERANCE
         for level, expected in zip(other.deepstack, first.deepstack, strict=True):
             assert relative(level, expected) < TOLERANCE
+
+
+def test_a_shortened_tower_runs_one_block_of_each_kind_and_all_mergers(
+    tower: VisionTower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = copy.copy(tower.blocks[0])
+    blocks, grid = [*tower.blocks, *tower.blocks, other, other], (1, 4, 6)
+    monkeypatch.setattr(tower, "blocks", blocks)
+    patches = torch.rand(24, tower.patches.weight.shape[1])
+    with torch.no_grad():
+        whole = tower([patches], grid)
+        with tower.shortened(lambda block: block is other):
+            assert tower.blocks == [*blocks[: tower.deepstack_levels + 1], other]
+            short = tower([patches], grid)
+        with pytest.raises(ValueError, match="broken"), tower.shortened(lambda block: 0):
+            raise ValueError("broken")
+        again = tower([patches], grid)
+    assert tower.blocks is blocks
+    assert [each.shape for each in (short.rows, *short.deepstack)] == [
+        each.shape for each in (whole.rows, *whole.deepstack)
+    ]
+    assert not torch.equal(short.rows, whole.rows)
+    assert torch.equal(again.rows, whole.rows)
+    assert all(map(torch.equal, again.deepstack, whole.deepstack))
 
 
 def test_temporal_patches_do_not_attend_to_one_another(tower: VisionTower) -> None:

@@ -1,6 +1,7 @@
 """The interface of a model family to the engine: builders, prepared images, features, protocols."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -124,6 +125,14 @@ class VisionEncoder(Protocol):
 
     @property
     def deepstack_levels(self) -> int: ...
+
+    def shortened(self, kind: Callable[[object], Hashable]) -> AbstractContextManager[None]:
+        """A context manager: within it only as many blocks run as launch every kernel of the tower.
+
+        Of blocks of the same ``kind`` one is enough, beside those that deepstack needs. Features mean nothing
+        then.
+        """
+        ...
 
     def __call__(
         self, patches: "Iterable[Tensor]", grid: Grid, runner: EncoderRunner | None = None

@@ -9,26 +9,28 @@ memory than greedy. The warm-up then compiles and loads every kernel.
 """
 
 from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import cycle
 from math import isqrt
 from typing import Any
 
 import numpy as np
+import torch
 
 from vlfit import kernels
 from vlfit.api.outputs import ImageSeen
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import Counters
 from vlfit.engine.engine import NativeEngine
+from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk
 from vlfit.errors import DoesNotFit, OutOfMemory
 from vlfit.loading.offload import StreamedLayers
-from vlfit.models.interface import PreparedImage
+from vlfit.models.interface import PreparedImage, VisionFeatures
 from vlfit.plan.native.cost import MAX_DRAFT_ROWS
 from vlfit.plan.shapes import HALF, tower_cost
 from vlfit.prompt.builder import Prompt
@@ -122,12 +124,49 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
             for number in range(num_profiling_images(engine, image_tokens)):
                 run_requests(engine, [(image_prompt(engine, image_tokens, number), 1)])
                 profile.num_images += 1
-            run_requests(engine, list(full_context_requests(engine, image_tokens)))
+            requests = list(full_context_requests(engine, image_tokens))
+            with _encoded_before(engine, requests[-1][0]):
+                run_requests(engine, requests)
             if not kernels.enabled_on(engine.device):
                 run_requests(engine, list(full_pool_requests(engine)))
     finally:
         engine.runner.run = run  # type: ignore[method-assign]
     return profile
+
+
+@contextmanager
+def _encoded_before(engine: NativeEngine, prompt: Prompt) -> Iterator[None]:
+    """Within the block features of the only image of ``prompt`` are zeros, as if they came from the cache.
+
+    For an image no larger than one that was encoded: what that takes is known, and a small card encodes the
+    largest image for seconds. Several images are encoded, as each is beside the features of others.
+    """
+    runner, vision = engine.runner, engine.runner.vision
+    if len(prompt.images) != 1 or vision is None or not kernels.enabled_on(engine.device):
+        yield
+        return
+    cache, width = runner.encoder_cache, engine.checkpoint.config.required_vision.out_hidden_size
+    runner.encoder_cache = _Zeros(prompt.images[0], width, vision.deepstack_levels, engine.dtype)
+    try:
+        yield
+    finally:
+        runner.encoder_cache = cache
+
+
+class _Zeros(EncoderCache):
+    """An encoder cache that has zeros for ``image``, with ``levels`` of deepstack, and nothing else."""
+
+    def __init__(self, image: PreparedImage, width: int, levels: int, dtype: torch.dtype) -> None:
+        super().__init__(limit_bytes=0)
+        self._key, self._shape, self._levels, self._dtype = image.key, (image.tokens, width), levels, dtype
+
+    def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
+        if key != self._key:
+            return None
+        rows, *deepstack = (
+            torch.zeros(self._shape, dtype=self._dtype, device=device) for _ in range(self._levels + 1)
+        )
+        return VisionFeatures(rows, tuple(deepstack))
 
 
 def num_profiling_images(engine: NativeEngine, image_tokens: int) -> int:
@@ -297,12 +336,13 @@ def warm_up_kernels(engine: NativeEngine) -> None:
 
 @contextmanager
 def _one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
-    """Shrink the text model to one layer of each kind within the block.
+    """Shrink the text model, and the vision tower, to one layer of each kind within the block.
 
-    Kept are the layers that deepstack is added to, one of each storage format, and the last. Offloaded layers
-    stay all.
+    Of the text model the layers that deepstack is added to, one of each storage format, and the last are
+    kept; offloaded layers stay all. The tower has no CUDA graph meanwhile: it would be one of few blocks.
     """
-    text = engine.runner.text
+    runner, text = engine.runner, engine.runner.text
+    tower, encoder_graph = runner.vision, runner.encoder_graph
     layers = text.layers
     graphs = engine.runner.decode_graphs
     num_captures = graphs.num_captures if graphs else 0
@@ -312,17 +352,25 @@ def _one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
         kept = list(layers[: len(vision.deepstack_visual_indexes) if vision else 0])
         for layer in layers[len(kept) :]:
             window = engine.runner.cache.window(layer.index)
-            kind = (window, *((each.dtype, each.shape) for each in tensors_in(layer)))
+            kind = (window, _stored_kind(layer))
             if kind not in kinds or layer is layers[-1]:
                 kinds.add(kind)
                 kept.append(layer)
         text.layers = kept
+    runner.encoder_graph = None
     try:
-        yield
+        with nullcontext() if tower is None else tower.shortened(_stored_kind):
+            yield
     finally:
         text.layers = layers
+        runner.encoder_graph = encoder_graph
         if graphs and graphs.num_captures > num_captures:
             graphs.release()  # a step was captured with few layers after memory ran short
+
+
+def _stored_kind(layer: object) -> Hashable:
+    """Dtypes and shapes of the tensors of ``layer``."""
+    return tuple((each.dtype, each.shape) for each in tensors_in(layer))
 
 
 def _run_all_kinds(engine: NativeEngine) -> None:

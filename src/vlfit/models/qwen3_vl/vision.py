@@ -9,7 +9,8 @@ time, and the feed-forward of large pictures runs in two halves, whose inner row
 On a GPU kernels compute positions where they are added (``kernels/rows/vision_ops.py``), without tables.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -65,6 +66,22 @@ class VisionTower:
     def deepstack_levels(self) -> int:
         """See ``VisionEncoder``."""
         return len(self.deepstack_mergers)
+
+    @contextmanager
+    def shortened(self, kind: Callable[[object], Hashable]) -> Iterator[None]:
+        """See ``VisionEncoder``."""
+        blocks, mergers = self.blocks, self.deepstack_mergers
+        kept = blocks[: len(mergers) + 1]
+        kinds = set(map(kind, kept))
+        for block in blocks[len(kept) :]:
+            if kind(block) not in kinds:
+                kinds.add(kind(block))
+                kept.append(block)
+        self.blocks, self.deepstack_mergers = kept, dict(enumerate(mergers.values()))
+        try:
+            yield
+        finally:
+            self.blocks, self.deepstack_mergers = blocks, mergers
 
     def __call__(
         self, patches: Iterable[Tensor], grid: tuple[int, int, int], runner: EncoderRunner | None = None
