@@ -121,11 +121,13 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
                 tokens = min(image_tokens, captured)
                 for number in range(REPEATS_BEFORE_CAPTURE + 1):
                     run_requests(engine, [(image_prompt(engine, tokens, _SHADES - 1 - number), 1)])
+            # On a GPU one pass encodes the image and runs a chunk beside its features; the others are below.
+            steps = 1 if kernels.enabled_on(engine.device) else None
             for number in range(num_profiling_images(engine, image_tokens)):
-                run_requests(engine, [(image_prompt(engine, image_tokens, number), 1)])
+                run_requests(engine, [(image_prompt(engine, image_tokens, number), 1)], steps=steps)
                 profile.num_images += 1
             requests = list(full_context_requests(engine, image_tokens))
-            with _encoded_before(engine, requests[-1][0]):
+            with _encoded_before(engine, requests[-1][0], image_tokens):
                 run_requests(engine, requests)
             if not kernels.enabled_on(engine.device):
                 run_requests(engine, list(full_pool_requests(engine)))
@@ -135,18 +137,20 @@ def run_worst_case(engine: NativeEngine, image_tokens: int) -> ProfilingRun:
 
 
 @contextmanager
-def _encoded_before(engine: NativeEngine, prompt: Prompt) -> Iterator[None]:
+def _encoded_before(engine: NativeEngine, prompt: Prompt, image_tokens: int) -> Iterator[None]:
     """Within the block features of the only image of ``prompt`` are zeros, as if they came from the cache.
 
-    For an image no larger than one that was encoded: what that takes is known, and a small card encodes the
-    largest image for seconds. Several images are encoded, as each is beside the features of others.
+    What encoding an image of ``image_tokens`` takes is known by then, and a small card takes seconds for it;
+    as much memory is held as for its features. Several images are encoded, as each is beside the features
+    of others. On a CPU all are.
     """
     runner, vision = engine.runner, engine.runner.vision
     if len(prompt.images) != 1 or vision is None or not kernels.enabled_on(engine.device):
         yield
         return
-    cache, width = runner.encoder_cache, engine.checkpoint.config.required_vision.out_hidden_size
-    runner.encoder_cache = _Zeros(prompt.images[0], width, vision.deepstack_levels, engine.dtype)
+    shape = (image_tokens, engine.checkpoint.config.required_vision.out_hidden_size)
+    cache = runner.encoder_cache
+    runner.encoder_cache = _Zeros(prompt.images[0], shape, vision.deepstack_levels, engine.dtype)
     try:
         yield
     finally:
@@ -154,17 +158,18 @@ def _encoded_before(engine: NativeEngine, prompt: Prompt) -> Iterator[None]:
 
 
 class _Zeros(EncoderCache):
-    """An encoder cache that has zeros for ``image``, with ``levels`` of deepstack, and nothing else."""
+    """An encoder cache that has zeros for ``image`` and nothing else, the first rows of ``shape``."""
 
-    def __init__(self, image: PreparedImage, width: int, levels: int, dtype: torch.dtype) -> None:
+    def __init__(self, image: PreparedImage, shape: tuple[int, int], levels: int, dtype: torch.dtype) -> None:
         super().__init__(limit_bytes=0)
-        self._key, self._shape, self._levels, self._dtype = image.key, (image.tokens, width), levels, dtype
+        self._image, self._shape, self._levels, self._dtype = image, shape, levels, dtype
 
     def get(self, key: bytes, device: torch.device) -> VisionFeatures | None:
-        if key != self._key:
+        if key != self._image.key:
             return None
         rows, *deepstack = (
-            torch.zeros(self._shape, dtype=self._dtype, device=device) for _ in range(self._levels + 1)
+            torch.zeros(self._shape, dtype=self._dtype, device=device)[: self._image.tokens]
+            for _ in range(self._levels + 1)
         )
         return VisionFeatures(rows, tuple(deepstack))
 
@@ -266,14 +271,17 @@ def run_requests(
     requests: Sequence[tuple[Prompt, int]],
     late: Sequence[tuple[Prompt, int]] = (),
     params: Sequence[dict[str, Any]] = ({},),
+    steps: int | None = None,
 ) -> None:
     """Submit ``requests`` (prompt, answer tokens) at once and step the engine until all have ended.
 
     ``late``: requests submitted one step later. ``params``: sampling parameters that differ from the
-    defaults (top-p sampling with a seed), used by the requests in turn. The prefix cache is not used. Raises
-    the first error of a request, after all have ended.
+    defaults (top-p sampling with a seed), used by the requests in turn. ``steps``: after as many all are
+    cancelled; None: never. The prefix cache is not used. Raises the first error of a request, after all have
+    ended.
     """
     failures: list[Exception] = []
+    sequences = []
 
     def listener(event: object) -> None:
         # The engine continues when a listener raises, so failures are raised at the end.
@@ -287,7 +295,8 @@ def run_requests(
         sampling = SamplingParams(max_tokens=tokens, **(defaults | next(overrides)))
         # Not through the prefix cache: cached tokens need no memory to compute.
         prepared = replace(engine.prepare_prompt(prompt), keys=None)
-        engine.submit(engine.make_sequence(prepared, sampling, listener))
+        sequences.append(engine.make_sequence(prepared, sampling, listener))
+        engine.submit(sequences[-1])
 
     for each in requests:
         add(*each)
@@ -295,8 +304,13 @@ def run_requests(
         engine.step()
         for each in late:
             add(*each)
+    done = 0
     while engine.busy:
+        if done == steps:
+            for sequence in sequences:
+                engine.cancel(sequence)
         engine.step()
+        done += 1
     if failures:
         raise failures[0]
 
