@@ -7,6 +7,8 @@ from typing import Any
 import gguf
 import numpy as np
 
+_TEXT = gguf.GGUFValueType.STRING
+
 
 def rewritten(
     source: Path,
@@ -30,10 +32,10 @@ def rewritten(
     for name, field in kept.items():
         value = changes.pop(name, field.contents()) if name in changes else field.contents()
         if value is not None:
-            kind = field.types[0]
-            writer.add_key_value(
-                name, value, kind, field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
-            )
+            kind, items = field.types[0], field.types[-1]
+            if kind == gguf.GGUFValueType.ARRAY and isinstance(value[0], str) is not (items == _TEXT):
+                items = gguf.GGUFValueType.get_type(value[0])  # changed to another type
+            writer.add_key_value(name, value, kind, items if kind == gguf.GGUFValueType.ARRAY else None)
     for name, value in changes.items():
         if value is not None:
             writer.add_key_value(name, value, gguf.GGUFValueType.get_type(value))

@@ -3,7 +3,7 @@
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,9 @@ import pytest
 
 from tests.damaged_gguf import merges_of, rewritten
 from tests.gguf_files import as_gguf
+from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
+from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
+from vlfit.checkpoint.gguf.places import FoundModel
 from vlfit.checkpoint.gguf.unopened import read_unopened
 from vlfit.checkpoint.source import ResolvedModel, mini_folder, open_checkpoint
 from vlfit.doctor.model_check import check_model
@@ -23,6 +26,11 @@ from vlfit.errors import (
     VlfitError,
     WrongShape,
 )
+from vlfit.machine.survey import survey
+from vlfit.models.registry import read_image_processor_config
+from vlfit.plan import gguf_shelf
+from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
+from vlfit.plan.shapes import Model
 from vlfit.prompt.builder import PromptBuilder
 
 MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
@@ -95,6 +103,13 @@ DAMAGES = {
         ("v.blk.0.ffn_down",),
         {"clip.vision.feed_forward_length": 100},
         error=UnknownWeightsFormat,
+    ),
+    "no height and width": Damage(
+        MODEL, ("qwen3vl.rope.dimension_sections",), {"qwen3vl.rope.dimension_sections": [32, 0, 0, 0]}
+    ),
+    "no base": Damage(MODEL, ("qwen3vl.rope.freq_base",), {"qwen3vl.rope.freq_base": None}),
+    "numbers for tokens": Damage(
+        MODEL, ("tokenizer.ggml.tokens",), {"tokenizer.ggml.tokens": list(range(300))}
     ),
     "merges": Damage(
         MODEL, ("tokenizer.ggml.merges", "'Qqz Zzq'"), {"merge": "Qqz Zzq"}, reads_vocabulary=True
@@ -242,3 +257,42 @@ def test_a_truncated_blob(whole: tuple[Path, Path], tmp_path: Path, monkeypatch:
     assert (check.id, check.level) == ("model.file", "red")
     assert f"{blob.stat().st_size:,}" in check.says
     assert f"{blob.stat().st_size + 5000:,}" in check.says
+
+
+def test_a_vocabulary_without_a_merge_splits_no_text(whole: tuple[Path, Path]) -> None:
+    header = read_gguf_header(whole[0])
+    for merges in ([], None):
+        with pytest.raises(CheckpointError, match=r"tokenizer\.ggml\.merges"):
+            read_vocabulary(replace(header, metadata={**header.metadata, "tokenizer.ggml.merges": merges}))
+
+
+def test_a_plan_knows_the_largest_picture_of_the_file(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    mini = open_checkpoint("mini")
+    settings = read_image_processor_config(mini.config, mini.folder)
+    assert settings is not None
+    [model] = find_exact_models(str(whole[0]))
+    assert model.max_image_tokens == settings.max_tokens
+    side = settings.patch_size * settings.merge_size
+    rewritten(whole[1], tmp_path / TOWER, {"clip.vision.image_max_pixels": 100 * side**2})
+    [model] = find_exact_models(f"{shutil.copy(whole[0], tmp_path / MODEL)}+{tmp_path / TOWER}")
+    assert model.max_image_tokens == 100
+
+
+def test_one_file_hides_no_others(
+    whole: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whatever reading it raises."""
+    found = [FoundModel(path.stem, path, "hub", whole[1]) for path in (tmp_path / "bad.gguf", whole[0])]
+    monkeypatch.setattr(gguf_shelf, "found_models", lambda search: found)
+    shutil.copy(whole[0], found[0].path)
+    read = found_gguf_model
+
+    def reads(each: FoundModel) -> Model:
+        if each.path.stem == "bad":
+            raise ValueError("two\nlines")
+        return read(each)
+
+    monkeypatch.setattr(gguf_shelf, "found_gguf_model", reads)
+    bad, good = gguf_shelf.shelved_models(survey())
+    assert (bad.model, "ValueError: two lines" in bad.problem) == (None, True)
+    assert (good.problem, good.has_vision) == ("", True)

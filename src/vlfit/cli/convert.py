@@ -83,6 +83,7 @@ def convert(
             help="fp8: nearly the same answers. int4: half the size of fp8, less exact. The others are types"
             " of GGUF: q8_0 is nearly exact, q4_0 half its size.  [default with --to gguf: bf16]",
             show_default=False,
+            case_sensitive=False,
         ),
     ] = None,
     to: Annotated[

@@ -70,6 +70,9 @@ def _describe(found: FoundModel, machine: Machine) -> ShelvedModel:
         model = found_gguf_model(found)
     except VlfitError as error:
         return ShelvedModel(found, architecture, problem=error.message)
+    except Exception as error:  # a file by whoever: it must not hide all others
+        problem = f"reading it fails ({type(error).__name__}: {error})"
+        return ShelvedModel(found, architecture, problem=" ".join(problem.split()))
     try:
         headroom = find_plan([model], machine, Wishes()).headroom
     except (DeviceError, UsageError):

@@ -164,6 +164,7 @@ def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
         f"{FROM_HEADERS}; in 16 bits: {widened}" if widened else FROM_HEADERS,
         source=source,
         gguf_type=kind or checkpoint.gguf.file_type,
+        max_image_tokens=checkpoint.gguf.max_image_tokens,
     )
 
 

@@ -22,6 +22,7 @@ from vlfit.checkpoint.gguf.gguf_vocabulary import ADDED_TYPES
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, in_own_names, split_tower
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture
 
+_BASE_MAY_LACK = ("llama", "phi3")  # models of these have RoPE's base 10,000, or say another
 _KNOWN_NOT_YET = ("qwen3vlmoe", "qwen3moe", "qwen35moe", "qwen2vl", "gemma3", "gemma4", "mistral3")
 VISION_ARCHITECTURE = "clip"
 QWEN3_VL_PROJECTOR = "qwen3vl_merger"
@@ -49,6 +50,14 @@ class GGUFConfig:
     preprocessor: dict[str, Any] | None = None
     video: dict[str, Any] | None = None
     notes: tuple[str, ...] = field(default=())
+
+    @property
+    def max_image_tokens(self) -> int | None:
+        """The most tokens that a picture takes; None for a text-only model."""
+        if self.preprocessor is None:
+            return None
+        side = self.preprocessor["patch_size"] * self.preprocessor["merge_size"]
+        return int(self.preprocessor["size"]["longest_edge"] // side**2)
 
 
 def read_gguf_config(model: GGUFHeader, mmproj: GGUFHeader | None, read: ReadTensor) -> GGUFConfig:
@@ -159,7 +168,7 @@ def _text_fields(model: GGUFHeader, read: ReadTensor) -> dict[str, Any]:
         "head_dim": head_dim,
         "max_position_embeddings": keys.integer("context_length"),
         "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
-        "rope_theta": keys.number("rope.freq_base", 10000.0),
+        "rope_theta": _rope_theta(keys, architecture),
         "hidden_act": "silu",
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "attention_bias": any(name.endswith(".attn_q.bias") for name in model.tensors),
@@ -172,6 +181,13 @@ def _text_fields(model: GGUFHeader, read: ReadTensor) -> dict[str, Any]:
     if architecture == "phi3" and keys.has("attention.sliding_window"):
         fields["sliding_window"] = keys.integer("attention.sliding_window")
     return fields | _rope_scaling(model, keys, rotated, read)
+
+
+def _rope_theta(keys: _Keys, architecture: str) -> float:
+    """RoPE's base. For a missing one llama.cpp takes 10,000, which is wrong for every Qwen."""
+    if architecture in _BASE_MAY_LACK:
+        return keys.number("rope.freq_base", 10000.0)
+    return keys.number("rope.freq_base")
 
 
 def _hybrid_fields(model: GGUFHeader, keys: _Keys, fields: dict[str, Any], rotated: int) -> dict[str, Any]:
@@ -310,11 +326,11 @@ def _read_with_tower(model: GGUFHeader, mmproj: GGUFHeader, read: ReadTensor) ->
                 f"{model.name} lacks rope.dimension_sections: taken from {name}, which has the same shapes"
             )
         half = text["head_dim"] // 2
-        if sum(sections) != half:
+        if len(sections) != 3 or min(sections) < 1 or sum(sections) != half:
             raise model.fields.field_error(
                 keys.key("rope.dimension_sections"),
                 f"is {list(sections)}",
-                f"integers that add up to {half}, half of a head",
+                f"three integers above 0 that add up to {half}, half of a head",
             )
         text["rope_scaling"] = {
             "rope_type": "default",

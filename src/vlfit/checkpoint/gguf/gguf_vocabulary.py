@@ -129,14 +129,19 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
     return GGUFVocabulary(tokenizer, settings, _generation(fields, tokens, types), template)
 
 
+def no_vocabulary(model: GGUFHeader) -> CheckpointError:
+    """The error for a file without a list of texts as tokens."""
+    return CheckpointError(
+        f"{model.name} has no vocabulary (tokenizer.ggml.tokens)",
+        "It is no whole model, or only one part of a split one: name the first part.",
+    )
+
+
 def _tokens(model: GGUFHeader) -> tuple[list[str], list[int]]:
     """Texts and types of all tokens."""
     tokens = model.metadata.get("tokenizer.ggml.tokens")
     if not isinstance(tokens, list) or not tokens:
-        raise CheckpointError(
-            f"{model.name} has no vocabulary (tokenizer.ggml.tokens)",
-            "It is no whole model, or only one part of a split one: name the first part.",
-        )
+        raise no_vocabulary(model)
     types = model.metadata.get("tokenizer.ggml.token_type")
     if types is None:
         control = next((token for token in tokens if _CONTROL_TOKEN.fullmatch(token)), None)
@@ -184,7 +189,7 @@ def _byte_level(model: GGUFHeader, tokens: list[str], types: list[int]) -> dict[
             f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
         )
     merges = model.metadata.get("tokenizer.ggml.merges")
-    if not isinstance(merges, list):
+    if not isinstance(merges, list) or not merges:
         raise CheckpointError(f"{model.name} has no merges (tokenizer.ggml.merges)", OTHER_VOCABULARY)
     added = [index for index, kind in enumerate(types) if kind in ADDED_TYPES]
     ordinary = {

@@ -20,6 +20,7 @@ from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
+from vlfit.checkpoint.gguf.gguf_vocabulary import no_vocabulary
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
@@ -140,7 +141,8 @@ def _checkpoint(
         if not (tower and may_leave_out):
             raise
         return _checkpoint(name, folder, parts, ())
-    return Checkpoint(name, folder, config, tensors, kind_of(*files))
+    kind = replace(kind_of(*files), max_image_tokens=found.max_image_tokens)
+    return Checkpoint(name, folder, config, tensors, kind)
 
 
 def config_of_headers(
@@ -150,8 +152,10 @@ def config_of_headers(
 ) -> GGUFConfig:
     """Config of a model whose headers have no vocabulary (``read_gguf_config``)."""
     metadata = dict(model.metadata)
-    if not metadata.get(TOKENS_KEY):
-        metadata[TOKENS_KEY] = list(_VISION_TOKENS)
+    tokens = metadata.get(TOKENS_KEY, [])
+    if not isinstance(tokens, list):
+        raise no_vocabulary(model)
+    metadata[TOKENS_KEY] = tokens or list(_VISION_TOKENS)
     return read_gguf_config(replace(model, metadata=metadata), mmproj, read)
 
 
