@@ -23,11 +23,11 @@ from vlfit.images.decode_wire import (
 )
 from vlfit.units import MIB
 
-# What a program needs to start at all; keys and tokens stay here.
-_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH")
+# What a program needs to start at all, and the time zone; keys and tokens stay here.
+_ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "DYLD_FALLBACK_LIBRARY_PATH", "TZ")
 # One thread per worker in every library: threads take address space, and pictures are decoded side by side.
 _THREADS = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS")
-_START_SECONDS = 60  # on a slow disk, with nothing cached
+START_SECONDS = 60  # on a slow disk, with nothing cached
 _REPLY_SECONDS = 5.0  # to fork or end a worker, which takes milliseconds
 _MAX_NICE = 19
 # After each job a worker says how many bytes it keeps. One that keeps more than this of its last picture is
@@ -112,21 +112,13 @@ class ForkServer:
 
     def __init__(self, module: str = "vlfit.images.decode_worker") -> None:
         ours, theirs = _socketpair()
-        ours.settimeout(_START_SECONDS)
+        ours.settimeout(START_SECONDS)
         self._control = ours
         self._lock = threading.Lock()
         self._failure = ""
         with theirs:
             try:
-                self._process = subprocess.Popen(
-                    # -P: not from the current folder. -S: the paths of this process, as they are.
-                    [sys.executable, "-P", "-S", "-m", module, str(theirs.fileno())],
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    env=_environment(),
-                )
+                self._process = start_python(module, theirs.fileno())
             except OSError as error:
                 ours.close()
                 raise _no_process(error) from None
@@ -207,6 +199,22 @@ class ForkServer:
         except subprocess.TimeoutExpired:  # it was stopped, perhaps
             self._process.kill()
             return self._process.wait()
+
+
+def start_python(module: str, fd: int, *arguments: str) -> subprocess.Popen[bytes]:
+    """Start ``python -m module FD ARGUMENTS`` with a clean environment, the open file ``fd`` and no other.
+
+    It finds the modules that this process finds. Raises ``OSError``.
+    """
+    return subprocess.Popen(
+        # -P: not from the current folder. -S: the paths of this process, as they are.
+        [sys.executable, "-P", "-S", "-m", module, str(fd), *arguments],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(fd,),
+        env=_environment(),
+    )
 
 
 def _socketpair() -> tuple[socket.socket, socket.socket]:

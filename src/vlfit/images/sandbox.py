@@ -1,7 +1,7 @@
-"""Limits that a decode worker sets on itself, for the kernel to enforce.
+"""Limits that a process sets on itself, for the kernel to enforce: a decode worker, one for chat templates.
 
 Linux enforces all of them. macOS does not enforce a limit of memory (``LIMITS_MEMORY`` is false): there only
-CPU and wall time end a decoder that takes too much.
+CPU and wall time end what takes too much.
 """
 
 import ctypes
@@ -45,12 +45,15 @@ def configure_malloc() -> None:
         set_option(_M_TRIM_THRESHOLD, MALLOC_KEEPS_BYTES)
 
 
-def confine(parent: int, most_memory: int) -> None:
-    """Restrict this process for good to what a decoder needs.
+def confine(parent: int | None, most_memory: int) -> None:
+    """Restrict this process for good to what it needs to compute.
 
     Everywhere: no data written to files, no core dumps, 32 open files. On Linux also: at most ``most_memory``
     bytes of address space; no new privileges; the first to be killed if the machine runs out of memory;
-    killed when its parent, the process ``parent`` (a pid), ends. Raises ``OSError`` if the kernel refuses.
+    killed when the thread of its parent that started it ends. Raises ``OSError`` if the kernel refuses.
+
+    ``parent``: pid of the parent. None: the parent has several threads, and any may have started this
+    process, which must see for itself when the parent ends.
     """
     for kind, most in (
         (resource.RLIMIT_CORE, 0),
@@ -65,10 +68,13 @@ def confine(parent: int, most_memory: int) -> None:
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     prctl = ctypes.CDLL(None, use_errno=True).prctl
-    for option, value in ((_PR_SET_PDEATHSIG, signal.SIGKILL), (_PR_SET_NO_NEW_PRIVS, 1)):
+    options = {_PR_SET_NO_NEW_PRIVS: 1}
+    if parent is not None:
+        options[_PR_SET_PDEATHSIG] = signal.SIGKILL
+    for option, value in options.items():
         if prctl(option, ctypes.c_ulong(value), *[ctypes.c_ulong(0)] * 3):
             raise OSError(ctypes.get_errno(), "prctl")
-    if os.getppid() != parent:  # it ended before the line above
+    if parent is not None and os.getppid() != parent:  # it ended before the line above
         os._exit(1)
 
 
