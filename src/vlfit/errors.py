@@ -31,6 +31,7 @@ VlfitError
 │   ├── PictureNotFound
 │   └── PrivateAddress
 ├── DecodersUnavailable            HTTP 503
+├── TemplatesUnavailable           HTTP 503
 ├── TooManyOpenFiles               HTTP 503
 ├── UnknownModel                   HTTP 404
 ├── ModelDownloading               HTTP 503
@@ -229,6 +230,13 @@ class DecodersUnavailable(VlfitError):
 
     http_status = 503
     code = "decoders_unavailable"
+
+
+class TemplatesUnavailable(VlfitError):
+    """The process that renders chat templates does not start, or was killed or stopped."""
+
+    http_status = 503
+    code = "templates_unavailable"
 
 
 class TooManyOpenFiles(VlfitError):

@@ -115,7 +115,7 @@ def _read_tokenizer(checkpoint: Checkpoint) -> None:
 
 def _render_template(checkpoint: Checkpoint) -> None:
     """Render one message, with a picture if the model takes some."""
-    from vlfit.prompt.chat_template import ChatTemplate  # imports Jinja
+    from vlfit.prompt.chat_template import ChatTemplate
     from vlfit.prompt.tokenizer import read_special_tokens
 
     folder, vision = checkpoint.folder, checkpoint.config.vision

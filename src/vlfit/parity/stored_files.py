@@ -1,8 +1,8 @@
 """Checks of what the engine and the reference share: files, tokenizer, chat template, end tokens.
 
 A fault in these would be in both, so each is held against something else: a file against the hash that the
-hub gave for it, the tokenizer against its own decoding, the chat template against a rendering by Jinja alone,
-end tokens against every file that names one.
+hub gave for it, the tokenizer against its own decoding, the chat template against a rendering by Jinja as
+transformers sets it up, end tokens against every file that names one.
 """
 
 import hashlib
@@ -23,7 +23,9 @@ from vlfit.checkpoint.processor_files import read_chat_template
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import MissingFile, VlfitError
 from vlfit.parity.findings import WAYS_AROUND, CheckReport, Component, Finding, Likely, Measured, SkippedCheck
+from vlfit.parity.reference.reference_template import render_reference
 from vlfit.prompt.builder import PromptBuilder
+from vlfit.prompt.template_process import TemplateFailure
 from vlfit.prompt.tokenizer import read_special_tokens
 
 _SHA256 = 64  # digits; of git's SHA-1 40
@@ -264,38 +266,27 @@ def explain_prompt_difference(
 
 
 def _render(source: str, special: dict[str, str], *, parts: bool) -> str:
-    """The chat template in Jinja's sandbox, with what transformers gives it and nothing of the engine's.
+    """The chat template with what transformers gives it, by ``render_reference``.
 
-    ``parts``: messages are lists of parts, as templates for pictures take them, or texts. "" if it refuses.
+    ``parts``: messages are lists of parts, as templates for pictures take them, or texts. "" if it fails.
     """
-    from jinja2 import TemplateError
-    from jinja2.ext import loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-    )
-
-    def as_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-        return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
-
-    environment.filters["tojson"] = as_json
-    environment.globals["raise_exception"] = _refuse
-    environment.globals["strftime_now"] = lambda form: ""
     messages = [
         {"role": role, "content": [{"type": "text", "text": text}] if parts else text}
         for role, text in _TURNS
     ]
     try:
-        return environment.from_string(source).render(
-            **special, messages=messages, tools=None, documents=None, add_generation_prompt=True
+        return render_reference(
+            source,
+            {
+                **special,
+                "messages": messages,
+                "tools": None,
+                "documents": None,
+                "add_generation_prompt": True,
+            },
         )
-    except (TemplateError, TypeError):
+    except TemplateFailure:
         return ""
-
-
-def _refuse(message: str) -> str:
-    raise VlfitError(f"the chat template refuses three plain turns: {message}", "")
 
 
 def end_token_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> dict[int, str]:

@@ -23,6 +23,7 @@ from vlfit.errors import DoesNotFit, InvalidRequest, MissingFile
 from vlfit.models.interface import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
+from vlfit.prompt.template_process import TEMPLATES
 from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
 from vlfit.units import counted
 
@@ -67,6 +68,7 @@ class PromptBuilder:
             self._read(folder, config)
 
     def _read(self, folder: Path, config: ModelConfig) -> None:
+        TEMPLATES.start()  # while the tokenizer is read
         self.tokenizer = read_tokenizer(folder, config.model_type)
         self._spelling = TokenBytes.of(self.tokenizer)
         build = builders_of(config).image_prompts

@@ -8,7 +8,7 @@ from functools import lru_cache
 from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SPACING, Grammar
 from vlfit.api.schema_limits import check_schema_text
-from vlfit.errors import CheckpointError, VlfitError
+from vlfit.errors import CheckpointError, InvalidRequest
 from vlfit.models.registry import ThinkingSyntax, is_registered, spec_of
 
 NO_THINKING = '{"enable_thinking": false}'  # ``SamplingParams.template_variables`` that turn reasoning off
@@ -70,12 +70,12 @@ def is_left_open(source: str, opening: str, variables: str) -> bool | None:
     """Whether the template ``source`` ends a prompt with the tag ``opening``; None if that is not known."""
     if not source:
         return None
-    from vlfit.prompt.chat_template import ChatTemplate  # Jinja: what answers no request imports no template
+    from vlfit.prompt.chat_template import ChatTemplate
 
     try:
         template = ChatTemplate(source, {})
         prompt = template.render([{"role": "user", "content": "."}], variables=json.loads(variables))
-    except VlfitError:
+    except (CheckpointError, InvalidRequest):
         return None
     return prompt.rstrip().endswith(opening)
 

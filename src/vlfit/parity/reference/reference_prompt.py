@@ -2,8 +2,8 @@
 
 Written from transformers' ``apply_chat_template`` (its Jinja environment), ``Qwen2VLImageProcessorPil``
 (``smart_resize``, Pillow's bicubic, patches), ``Qwen3VLVideoProcessor`` (sizes; frames are resized as
-pictures are), ``Qwen3VLProcessor`` (times of frames) and ``get_rope_index``. Jinja, tokenizers and Pillow are
-shared with the engine, nothing else.
+pictures are), ``Qwen3VLProcessor`` (times of frames) and ``get_rope_index``. Jinja and the process that it
+runs in, tokenizers and Pillow are shared with the engine, nothing else.
 """
 
 import io
@@ -16,14 +16,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from jinja2 import TemplateError
-from jinja2.ext import loopcontrols
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from PIL import Image, ImageOps
 from torch import Tensor
 
 from vlfit.api.conversation import Conversation, ImagePart, TextPart
 from vlfit.errors import CheckpointError
+from vlfit.parity.reference.reference_template import render_reference
+from vlfit.prompt.template_process import TemplateFailure, failed
 from vlfit.prompt.tokenizer import read_tokenizer
 
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
@@ -141,18 +140,16 @@ class PromptReference:
         return whole
 
     def _render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        environment = ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols]
-        )
-        environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
         special = {
             name: value["content"] if isinstance(value, dict) else value
             for name, value in self._settings.items()
             if name.endswith("_token") and isinstance(value, (str, dict))
         }
-        template = environment.from_string(self._template)
-        return template.render(**special, **variables, messages=messages, add_generation_prompt=True)
+        given = {**special, **variables, "messages": messages, "add_generation_prompt": True}
+        try:
+            return render_reference(self._template, given)
+        except TemplateFailure as error:
+            raise failed(str(error)) from None
 
     def picture(self, data: bytes, image_tokens: int | None) -> ReferencePicture:
         """Decode the picture file ``data``, resize it, and cut it into patches.
@@ -303,11 +300,3 @@ def _chat_template(folder: Path) -> str:
 def _json(path: Path) -> dict[str, Any]:
     loaded = json.loads(path.read_text("utf-8")) if path.exists() else {}
     return loaded if isinstance(loaded, dict) else {}
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
-
-
-def _raise(message: str) -> None:
-    raise TemplateError(message)
