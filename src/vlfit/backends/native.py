@@ -17,6 +17,7 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
 from vlfit.loading.kernel_build import start_build
+from vlfit.prompt.template_process import TEMPLATES
 
 if TYPE_CHECKING:
     from vlfit.engine.engine import NativeEngine
@@ -45,13 +46,15 @@ class NativeBackend(InProcessBackend):
     ) -> "NativeBackend":
         """Open a checkpoint (``mini``, a folder, a hub id) and load it.
 
-        Downloads what is missing. For a vision model also starts the processes that decode pictures. On a GPU
-        with ``options.enforce_plan`` also runs the plan's worst case and warms up the kernels. ``options``
-        None: the defaults. Raises ``CheckpointError``, ``HubError``, ``DeviceError`` or ``DoesNotFit``.
+        Downloads what is missing. Also starts the process that renders chat templates, and for a vision model
+        those that decode pictures. On a GPU with ``options.enforce_plan`` also runs the plan's worst case and
+        warms up the kernels. ``options`` None: the defaults. Raises ``CheckpointError``, ``HubError``,
+        ``DeviceError`` or ``DoesNotFit``.
         """
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         if checkpoint.config.vision is not None:
             decode_pool().start()
+        TEMPLATES.start()
         # torch takes a second or more to import: only once the checkpoint is known to be sound.
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)
