@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from vlfit.errors import CheckpointError, InvalidRequest, TemplatesUnavailable
 from vlfit.prompt import template_process
 from vlfit.prompt.chat_template import ChatTemplate
-from vlfit.prompt.template_process import TemplateLimits, TemplateProcess
+from vlfit.prompt.template_process import TEMPLATES, TemplateLimits, TemplateProcess
 from vlfit.units import MIB
 
 SMALL = TemplateLimits(memory=128 * MIB, cpu_seconds=1, wall_seconds=300, result_bytes=MIB)
@@ -127,11 +127,11 @@ def test_a_template_that_cannot_be_compiled_in_time_fails_when_it_is_read(small:
 
 
 @pytest.mark.parametrize("source", REFUSED)
-def test_a_template_that_is_refused_leaves_the_process_running(source: str, small: TemplateProcess) -> None:
-    small.render("", {})
-    before = small.pid
-    error_of(source, small)
-    assert small.pid == before
+def test_a_template_that_is_refused_leaves_the_process_running(source: str) -> None:
+    TEMPLATES.render("", {})
+    before = TEMPLATES.pid
+    error_of(source, TEMPLATES)
+    assert TEMPLATES.pid == before
 
 
 def test_a_long_result_is_refused(small: TemplateProcess) -> None:
@@ -282,6 +282,21 @@ def test_a_closed_process_ends_a_render_that_runs() -> None:
     process.close()
     thread.join()
     assert failures == [TemplatesUnavailable]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_process_has_neither_keys_nor_open_files_and_writes_none(
+    process: TemplateProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VLFIT_API_KEY", "a-secret")
+    with open(tmp_path / "log", "w") as ours:
+        os.set_inheritable(ours.fileno(), True)
+        process.read("")
+        proc = Path(f"/proc/{process.pid}")
+        assert b"a-secret" not in (proc / "environ").read_bytes()
+        assert str(tmp_path / "log") not in [os.readlink(each) for each in (proc / "fd").iterdir()]
+    limits = (proc / "limits").read_text().splitlines()
+    assert next(line.split()[3:5] for line in limits if line.startswith("Max file size")) == ["0", "0"]
 
 
 FORKS = """

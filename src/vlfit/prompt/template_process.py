@@ -235,7 +235,9 @@ class TemplateProcess:
         return worker
 
     def _not_started(self, why: str) -> TemplatesUnavailable:
-        return unavailable(why, f"See whether python -m {self._module} works where vlfit is installed.")
+        return unavailable(
+            why, f"See whether python -c 'import {self._module}' works where vlfit is installed."
+        )
 
     def _spawn(self) -> "_Worker":
         limits = self._limits
