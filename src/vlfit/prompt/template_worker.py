@@ -30,13 +30,13 @@ _COMPILED = 8  # templates that are kept
 _encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
-class TemplateRefusal(TemplateError):
+class _Refused(TemplateError):
     """Raised by a template's ``raise_exception``."""
 
 
 def raise_exception(message: str) -> NoReturn:
     """The function of that name in templates."""
-    raise TemplateRefusal(message)
+    raise _Refused(message)
 
 
 def chat_environment() -> Environment:
@@ -139,7 +139,7 @@ def _answers(make_environment: Callable[[], Environment]) -> Callable[[bytearray
             return _as_bytes({"literals": literals, "variables": names})
         try:
             return _as_bytes({"text": template.render(request["variables"])})
-        except TemplateRefusal as error:
+        except _Refused as error:
             return _failure("refused", str(error))
         except MemoryError:
             raise
