@@ -45,8 +45,14 @@ def post(connection: http.client.HTTPConnection, url: str | None, path: str = "c
     return response.status, json.loads(response.read()).get("error", {}).get("code")
 
 
-def children(pid: int) -> list[int]:
-    return [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def children(pid: int, module: str = "") -> list[int]:
+    """Processes that ``pid`` started; with ``module`` those that run it."""
+    found = [int(each) for each in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [
+        each
+        for each in found
+        if not module or module in Path(f"/proc/{each}/cmdline").read_text().split("\0")
+    ]
 
 
 def take_all_files(pid: int) -> None:
@@ -79,7 +85,7 @@ def test_requests_without_a_file_descriptor_are_refused_and_later_ones_are_answe
     photo, nowhere = data_url(picture(64, 48), "image/jpeg"), "http://127.0.0.1:9/a.jpg"
     assert post(connection, photo) == (200, None)
     for path in ("chat/completions", "vlfit/price"):
-        (fork_server,) = children(server.pid)
+        (fork_server,) = children(server.pid, "vlfit.images.decode_worker")
         workers = children(fork_server)
         kill(workers if path == "vlfit/price" else [fork_server, *workers])  # so that a picture needs another
         take_all_files(server.pid)
