@@ -467,6 +467,7 @@ def choose_model(
 ) -> "AutoChoice":
     """Choose the local model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
+    GGUF models in the folders of Ollama, LM Studio, llama.cpp and the hub count, for ``native``.
     ``kind``: what it is to be made for. ``device``: ``cpu`` to choose for the processor, whatever cards there
     are. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs
     a model by name.
@@ -474,13 +475,19 @@ def choose_model(
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")
     from vlfit.checkpoint.source import local_models
+    from vlfit.plan.gguf_shelf import Shelf, read_shelf
     from vlfit.plan.model_choice import choose_checkpoint
     from vlfit.plan.processors import this_computer
 
     machine = this_computer()
     if device == "cpu":
         machine = replace(machine, gpus=())
-    return choose_checkpoint(machine, local_models(), kind)
+    shelf = read_shelf() if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
+    choice = choose_checkpoint(machine, local_models(), kind, shelf.models)
+    if not shelf.left:
+        return choice
+    left = f"{shelf.left} GGUF models were not looked at, which would take longer: name one with --model"
+    return replace(choice, reason=f"{choice.reason}; {left}")
 
 
 def _with_doctor(vllm: "VllmOptions | None") -> "VllmOptions":

@@ -68,6 +68,7 @@ def test_wrong_usage(vlfit: Vlfit, arguments: tuple[str, ...]) -> None:
 
 def test_all_here_is_no_way_to_mini(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nor to its copies: they have to be named."""
+    monkeypatch.setenv("HOME", str(tmp_path))  # of Ollama and others
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     monkeypatch.setenv("VLFIT_HOME", str(tmp_path / "home"))
     assert vlfit("convert", "mini", "-w", "int4", "-q").code == 0

@@ -2,17 +2,21 @@
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from vlfit.checkpoint.cache import LocalModel
+from vlfit.checkpoint.gguf.places import FoundModel
 from vlfit.checkpoint.source import resolve_name
 from vlfit.client import choose_model
 from vlfit.machine.model import Gpu, Host, Machine, Processor
+from vlfit.plan import gguf_shelf
 from vlfit.plan.model_choice import GPU_MARGIN, choose_checkpoint, recommend_download
 from vlfit.plan.model_lookup import catalog_models
 from vlfit.plan.planner import find_plan
 from vlfit.plan.recommend import recommended
+from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB
 
@@ -74,10 +78,62 @@ def test_choice(computer: Machine, models: list[LocalModel], chosen: str) -> Non
     assert "\n" not in choice.reason
 
 
+def gguf(name: str, kind: str) -> Model:
+    """A GGUF of 4B's shapes, whose weights are as FP8's or int4's."""
+    wanted = "fp8" if kind.startswith("Q8") else "int4"
+    found = next(each for each in catalog_models() if each.name.endswith("VL-4B-Instruct-FP8"))
+    if wanted == "int4":
+        found = next(
+            each for each in catalog_models() if each.weights == "int4" and "VL-4B-Inst" in each.name
+        )
+    return replace(found, name=name, gguf_type=kind, converted_from="")
+
+
+@pytest.mark.parametrize(
+    ("computer", "models", "kinds", "chosen"),
+    [
+        (DESKTOP, [MINI], ["Q4_K_M"], "org/4B-GGUF:Q4_K_M"),
+        (DESKTOP, [TWO], ["Q4_K_M"], "org/4B-GGUF:Q4_K_M"),  # the larger model
+        (machine(24000), [EIGHT], ["Q8_0", "Q4_K_M"], "org/8B-FP8"),
+        (machine(24000), [TWO], ["Q3_K_M", "Q4_K_M", "Q8_0"], "org/4B-GGUF:Q8_0"),  # the more exact one
+        (machine(24000), [TWO], ["Q3_K_M", "Q4_K_M"], "org/4B-GGUF:Q4_K_M"),
+        (machine(3000), [], ["Q4_K_M"], "mini"),
+        (machine(ram=64), [TWO], ["Q4_K_M"], "org/2B-FP8"),  # 4B is too slow without a GPU
+    ],
+)
+def test_gguf_models_are_chosen_as_others(
+    computer: Machine, models: list[LocalModel], kinds: list[str], chosen: str
+) -> None:
+    shelf = [gguf(f"org/4B-GGUF:{kind}", kind) for kind in kinds]
+    choice = choose_checkpoint(computer, models, shelf=shelf)
+    assert choice.model == chosen
+    blind = [replace(each, vision=None) for each in shelf]
+    assert choose_checkpoint(computer, models, shelf=blind).model == choose_checkpoint(computer, models).model
+
+
+def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [FoundModel(str(number), Path(f"/x/{number}.gguf"), "hub") for number in range(5)]
+    found[3] = replace(found[3], mmproj=Path("/x/mmproj.gguf"))
+    clock = iter(range(100))
+    monkeypatch.setattr("vlfit.plan.gguf_shelf.time", SimpleNamespace(monotonic=lambda: next(clock)))
+    monkeypatch.setattr(gguf_shelf, "found_models", lambda: [*found, replace(found[0], problem="no")])
+    monkeypatch.setattr(gguf_shelf, "found_gguf_model", lambda each: gguf(each.name, "Q4_K_M"))
+    shelf = gguf_shelf.read_shelf(2)
+    assert ([each.name for each in shelf.models], shelf.left) == (["3", "0"], 3)
+    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda: shelf)
+    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: DESKTOP)
+    monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO])
+    choice = choose_model()
+    assert choice.model in ("3", "0")
+    assert "3 GGUF models" in choice.reason
+    assert choose_model("vllm").model == "org/2B-FP8"
+
+
 def test_a_model_for_the_processor_is_chosen_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(machine(20000), host=machine(ram=16).host)
     monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: card)
     monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO, FOUR, EIGHT])
+    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", gguf_shelf.Shelf)
     assert choose_model().model == "org/8B-FP8"
     assert choose_model(device="cpu").model == choose_checkpoint(machine(ram=16), [TWO, FOUR, EIGHT]).model
 

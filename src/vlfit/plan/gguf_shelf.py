@@ -1,5 +1,6 @@
 """The GGUF models on this computer, and which of them run and fit: for ``vlfit models``."""
 
+import logging
 import time
 from dataclasses import dataclass
 from math import inf
@@ -13,7 +14,10 @@ from vlfit.plan.planner import find_plan
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
+logger = logging.getLogger(__name__)
+
 MAX_SECONDS = 5.0  # for all models; one of Qwen3-VL-4B's size takes 60 ms
+CHOICE_SECONDS = 1.0  # for a choice among them, at the start of a command
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,36 @@ def shelved_models(machine: Machine, search: Search | None = None) -> list[Shelv
         else ShelvedModel(each, looked_at=False)
         for each in found
     ]
+
+
+@dataclass(frozen=True, slots=True)
+class Shelf:
+    """The GGUF models here that vlfit runs, as far as there was time to read their headers.
+
+    ``left``: how many were not looked at.
+    """
+
+    models: tuple[Model, ...] = ()
+    left: int = 0
+
+
+def read_shelf(seconds: float = CHOICE_SECONDS) -> Shelf:
+    """The GGUF models in the folders of all programs that vlfit runs, for a choice. Never raises.
+
+    Headers are read for ``seconds``, those with a vision tower beside them first.
+    """
+    found = [each for each in found_models() if not each.problem]
+    found.sort(key=lambda each: each.mmproj is None)
+    until = time.monotonic() + seconds
+    models: list[Model] = []
+    for number, each in enumerate(found):
+        if time.monotonic() > until:
+            return Shelf(tuple(models), len(found) - number)
+        try:
+            models.append(found_gguf_model(each))
+        except Exception as error:  # a file by whoever: ``vlfit models`` says what is wrong with it
+            logger.debug("%s is no choice: %s", each.name, error)
+    return Shelf(tuple(models))
 
 
 def _describe(found: FoundModel, machine: Machine) -> ShelvedModel:

@@ -11,6 +11,7 @@ from vlfit.checkpoint import catalog, hub
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES
+from vlfit.checkpoint.gguf.file_names import bits_of_type
 from vlfit.checkpoint.gguf.places import HUB, FoundModel
 from vlfit.checkpoint.pooling_files import kind_of_name
 from vlfit.checkpoint.quantization import INT4
@@ -34,6 +35,7 @@ GPU_MARGIN = 1900 * MIB
 # On a CPU: 1.8 GiB of KV cache for 8192 tokens of 2B, 0.4 of Python and torch, and workspaces. For models
 # whose plan is not known; their weights stay as they are stored.
 CPU_MARGIN = 3 * GIB
+_EXACT_BITS = 5  # of a weight in GGUF: fewer are less exact
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +69,13 @@ class AutoChoice:
     download: RecommendedDownload | None = None
 
 
-def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: ModelKind = "chat") -> AutoChoice:
+def choose_checkpoint(
+    machine: Machine, models: Sequence[LocalModel], kind: ModelKind = "chat", shelf: Sequence[Model] = ()
+) -> AutoChoice:
     """Choose the checkpoint of ``models`` with the most parameters that fits ``machine``, else mini.
 
-    Only models that are made for ``kind`` count, by their names.
+    Only models that are made for ``kind`` count, by their names. ``shelf``: GGUF models that are here, which
+    count as others do; their plans must fit.
 
     - With a GPU: weights and ``GPU_MARGIN`` must be free on one GPU, or the model's plan must fit; a plan
       below the floors (``is_ample``) counts only if no other model fits.
@@ -78,17 +83,17 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: Mode
       not of the catalog, its weights as stored and ``CPU_MARGIN``, and it must be small.
 
     Models without a vision tower and incomplete downloads are left out. With equal parameters, fewer bytes
-    win, as FP8 answers as well as bf16; int4, which is less exact, comes last.
+    win, as FP8 answers as well as bf16; int4, which is less exact, comes last, as do GGUF's types of 4 bits,
+    then of 3, then of 2.
     """
     real = [
         model
         for model in models
         if not is_mini(model.name) and model.has_vision and kind_of_name(model.name) == kind
     ]
-    complete = sorted(
-        (model for model in real if model.complete),
-        key=lambda model: (-model.parameters, model.format == INT4, model.weight_bytes, model.name),
-    )
+    complete: list[LocalModel | Model] = [model for model in real if model.complete]
+    complete += [each for each in shelf if each.vision is not None and kind_of_name(each.name) == kind]
+    complete.sort(key=lambda model: (-model.parameters, _coarseness(model), model.weight_bytes, model.name))
     for ample in (True, False):
         for model in complete:
             why = _why_it_fits(machine, model, ample=ample)
@@ -103,6 +108,13 @@ def choose_checkpoint(machine: Machine, models: Sequence[LocalModel], kind: Mode
         pull = f"for {'one that fits' if complete else 'a real one'}: {download.command}"
     why = "; ".join(part for part in (obstacle, pull) if part)
     return AutoChoice(MINI, f"using mini, the small model that ships with vlfit; {why}", obstacle, download)
+
+
+def _coarseness(model: LocalModel | Model) -> int:
+    """0 for more than 4 bits a weight, 1 for 4, 2 for 3, ..."""
+    if isinstance(model, LocalModel):
+        return int(model.format == INT4)
+    return max(_EXACT_BITS - bits_of_type(model.gguf_type), 0)
 
 
 def recommend_download(machine: Machine, begun: Sequence[str] = ()) -> RecommendedDownload | None:
@@ -145,9 +157,9 @@ def _fitting_plans(entries: Sequence[CatalogEntry], machine: Machine, *, rounded
     return sorted((plan for plan in plans if plan is not None and plan.fits), key=lambda plan: plan.rank)
 
 
-def _plan_of(entry: CatalogEntry, machine: Machine, *, rounded: bool = False) -> Plan | None:
+def _plan_of(entry: CatalogEntry | Model, machine: Machine, *, rounded: bool = False) -> Plan | None:
     """The plan of ``entry`` on the emptiest GPU; None if none can be made."""
-    model = model_of_entry(entry)
+    model = entry if isinstance(entry, Model) else model_of_entry(entry)
     try:
         return find_plan(
             [model], machine, Wishes(), smaller_variants=smaller_variants_of([model]) if rounded else ()
@@ -160,30 +172,39 @@ def _available(machine: Machine) -> int:
     return max((gpu.free for gpu in machine.gpus), default=machine.host.ram_available)
 
 
+def _planned(model: LocalModel | Model) -> CatalogEntry | Model | None:
+    """What can be planned of a model that is here; None if only its size is known."""
+    return model if isinstance(model, Model) and model.gguf_type else catalog.find_entry(model.name)
+
+
 def _needed_bytes(machine: Machine, model: LocalModel | Model) -> int:
     if machine.gpus:
         return model.weight_bytes + GPU_MARGIN
-    entry = catalog.find_entry(model.name)
+    entry = _planned(model)
     plan = _plan_of(entry, machine) if entry is not None else None
     if plan is not None:
         return plan.total - held_by_others(plan.gpu)
     return model.weight_bytes + CPU_MARGIN
 
 
-def _too_slow(machine: Machine, model: LocalModel) -> bool:
+def _too_slow(machine: Machine, model: LocalModel | Model) -> bool:
     if machine.gpus:
         return False
-    entry = catalog.find_entry(model.name)
+    entry = _planned(model)
     plan = _plan_of(entry, machine) if entry is not None else None
     return not plan.is_quick if plan is not None else model.parameters > MOST_PARAMETERS
 
 
-def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
+def _why_it_fits(machine: Machine, model: LocalModel | Model, *, ample: bool) -> str:
     """Why ``model`` fits, "" if it does not; ``ample``: a plan needs the usual context and pictures too."""
     if _too_slow(machine, model):
         return ""
-    entry = catalog.find_entry(model.name)
-    if (machine.gpus or entry is None) and _needed_bytes(machine, model) <= _available(machine):
+    entry = _planned(model)
+    if (
+        not isinstance(entry, Model)
+        and (machine.gpus or entry is None)
+        and _needed_bytes(machine, model) <= _available(machine)
+    ):
         need, room = format_bytes(_needed_bytes(machine, model)), format_bytes(_available(machine))
         if not machine.gpus:
             return f"needs about {need} of the {room} of RAM that are free"
@@ -196,7 +217,7 @@ def _why_it_fits(machine: Machine, model: LocalModel, *, ample: bool) -> str:
 
 def _why_not_larger(
     machine: Machine,
-    complete: Sequence[LocalModel],
+    complete: Sequence[LocalModel | Model],
     partial: Sequence[str],
     download: RecommendedDownload | None,
 ) -> str:
