@@ -30,7 +30,10 @@ from vlfit.machine.survey import survey
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan import gguf_shelf
 from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
+from vlfit.plan.planner import find_plan
+from vlfit.plan.processors import this_computer
 from vlfit.plan.shapes import Model
+from vlfit.plan.wishes import Wishes
 from vlfit.prompt.builder import PromptBuilder
 
 MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
@@ -296,3 +299,52 @@ def test_one_file_hides_no_others(
     bad, good = gguf_shelf.shelved_models(survey())
     assert (bad.model, "ValueError: two lines" in bad.problem) == (None, True)
     assert (good.problem, good.has_vision) == ("", True)
+
+
+def test_a_plan_says_why_a_model_takes_no_pictures(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Alike for what is no GGUF any more, and for what only its metadata shows."""
+    model = Path(shutil.copy(whole[0], tmp_path / MODEL))
+    tower = tmp_path / TOWER
+    for damage in (
+        lambda: tower.write_bytes(whole[1].read_bytes()[:-5000]),
+        lambda: rewritten(whole[1], tower, {"clip.vision.attention.head_count": 5}),
+        lambda: rewritten(whole[1], tower, {"clip.vision.image_mean": None}),
+    ):
+        damage()
+        [planned] = find_exact_models(str(model))
+        assert planned.vision is None
+        assert TOWER in planned.without_tower
+        plan = find_plan([planned], this_computer(), Wishes())
+        assert "without_tower" in [each.code for each in plan.remarks]
+        assert open_checkpoint(model).config.vision is None
+        with pytest.raises(CheckpointError):
+            open_checkpoint(f"{model}+{tower}")
+    tower.unlink()
+    assert find_exact_models(str(model))[0].without_tower == ""
+
+
+def test_doctor_calls_a_damaged_vision_tower_so(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    model = Path(shutil.copy(whole[0], tmp_path / MODEL))
+    (tmp_path / TOWER).write_bytes(whole[1].read_bytes()[:-5000])
+    red = [check for check in check_model(str(model)) if check.level == "red"]
+    assert [check.id for check in red] == ["model.file"]
+    assert TOWER in red[0].says
+
+
+def test_doctor_checks_each_type_of_a_repository(
+    whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    commit = "a" * 40
+    folder = tmp_path / "hub" / "models--org--mini-GGUF"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (folder / "refs").mkdir()
+    (folder / "refs" / "main").write_text(commit)
+    shutil.copy(whole[0], snapshot / "mini-Q8_0.gguf")
+    shutil.copy(whole[0], snapshot / "mini-Q4_0.gguf")
+    shutil.copy(whole[1], snapshot / "mmproj-F16.gguf")
+    checks = check_model("org/mini-GGUF")
+    assert {check.level for check in checks} == {"green"}
+    assert len([check for check in checks if check.id == "model"]) == 2
+    assert len([check for check in checks if check.id == "model.file"]) == 3

@@ -92,12 +92,16 @@ def resolve_to_one(
     if len(found) == 1:
         return _with_type(found[0], printer)
     from vlfit.machine.survey import survey
-    from vlfit.plan.model_choice import choose_format
+    from vlfit.plan.model_choice import WITHOUT_GPU, choose_format
     from vlfit.plan.wishes import Wishes
 
     wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
-    one = choose_format(found, survey(), wishes, hub.NATIVE if files is None else files)
-    text = f"{model.strip()}: taking {one.name}, the best of its formats for this computer"
+    machine = survey()
+    one = choose_format(found, machine, wishes, hub.NATIVE if files is None else files)
+    why = "the best of its formats for this computer"
+    if one.is_gguf:
+        why = "the one here whose plan ranks first" if machine.gpus else WITHOUT_GPU
+    text = f"{model.strip()}: taking {one.name}, {why}"
     printer.note(wrap(text, on_terminal=sys.stderr.isatty()))
     return one
 
@@ -322,10 +326,12 @@ def _fits(each: "ShelvedModel") -> str:
         return "not looked at: time was over"
     if each.problem:
         return f"not run: {each.problem}"
+    why = each.model.without_tower if each.model is not None else ""
+    blind = f"; text only, as {why}" if why else ""
     if each.headroom is None:
-        return "no GPU to plan for"
+        return f"no GPU to plan for{blind}"
     left = f"{abs(each.headroom) / MIB:,.0f} MiB"
-    return f"yes, {left} left" if each.headroom >= 0 else f"no, {left} short"
+    return f"yes, {left} left{blind}" if each.headroom >= 0 else f"no, {left} short{blind}"
 
 
 def repository_table(plans: "RepositoryPlans") -> str:

@@ -7,11 +7,17 @@ from pathlib import Path
 
 from vlfit.checkpoint.gguf.advice import FETCH_AGAIN
 from vlfit.checkpoint.gguf.file_names import split_parts
-from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources
+from vlfit.checkpoint.gguf.gguf_checkpoint import gguf_sources, mmproj_files
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_names import errors_name_gguf
 from vlfit.checkpoint.processor_files import read_chat_template
-from vlfit.checkpoint.source import Checkpoint, locate_or_download, read_checkpoint, resolve_name
+from vlfit.checkpoint.source import (
+    Checkpoint,
+    ResolvedModel,
+    locate_or_download,
+    read_checkpoint,
+    resolve_name,
+)
 from vlfit.doctor.checks import Check
 from vlfit.errors import CheckpointError, InvalidRequest, MissingFile, NotDownloaded, VlfitError
 from vlfit.units import format_bytes
@@ -28,15 +34,27 @@ def check_model(name: str) -> list[Check]:
     ``model.template`` (what only a request would find), ``model.note`` for what is missing and was taken from
     elsewhere. Raises the errors of ``resolve_name``, and ``NotDownloaded``.
     """
-    one = resolve_name(name)[0]
-    folder = one.local_folder()
-    if folder is None:
-        raise NotDownloaded(f"{one.name} is not on this computer", f"Get it first: vlfit pull {one.name}")
+    found = resolve_name(name)
+    here = [one for one in found if one.local_folder() is not None]
+    if not here:
+        first = found[0].name
+        raise NotDownloaded(f"{first} is not on this computer", f"Get it first: vlfit pull {first}")
     checks: list[Check] = []
+    for one in here:  # several types of a repository, or formats of a model
+        checks += _check_one(one, name if len(found) == 1 else one.name)
+    return list(dict.fromkeys(checks))  # they may share an mmproj
+
+
+def _check_one(one: ResolvedModel, name: str) -> list[Check]:
+    checks: list[Check] = []
+    folder = one.local_folder()
+    assert folder is not None
     if one.is_gguf:
         checks = [*_files(folder), *(_files(one.mmproj) if one.mmproj is not None else ())]
         if any(check.level == "red" for check in checks):
             return checks
+        for path in mmproj_files(folder.parent):  # also those that were left out because they are damaged
+            checks += (check for check in _files(path) if check.level == "red")
     return [*checks, *_whole(name)]
 
 

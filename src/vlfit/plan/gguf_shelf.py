@@ -133,6 +133,7 @@ def shelved_to_json(each: ShelvedModel) -> dict[str, Any]:
             "mmproj": str(each.found.mmproj) if each.found.mmproj is not None else None,
             "problem": each.problem or None,
             "looked_at": each.looked_at,
+            "without_tower": (each.model.without_tower or None) if each.model is not None else None,
             "headroom": each.headroom,
         },
     }

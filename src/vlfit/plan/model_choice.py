@@ -255,6 +255,16 @@ def _why_nothing_fits(machine: Machine) -> str:
 # --- a weights format for a name that leaves it open, such as ``4B`` ---------------------------------------
 
 
+_USUAL_TYPE, _USUAL_BITS = "Q4_K_M", 4
+# Why a type was taken by ``distance_from_usual``.
+WITHOUT_GPU = "as without a GPU fewer bytes are faster, and 4 bits are the usual size"
+
+
+def distance_from_usual(kind: str) -> tuple[bool, int]:
+    """Sorts types of GGUF files as they are taken without a GPU: Q4_K_M, then what is nearest to its bits."""
+    return kind != _USUAL_TYPE, abs(bits_of_type(kind) - _USUAL_BITS)
+
+
 def choose_format(
     found: Sequence[ResolvedModel],
     machine: Machine,
@@ -291,14 +301,16 @@ def choose_format(
 
 
 def _choose_gguf(found: Sequence[ResolvedModel], machine: Machine, wishes: Wishes) -> ResolvedModel:
-    """Choose one of several GGUF files of a model that are here; without a GPU the smallest."""
+    """Choose one of several GGUF files of a model that are here; without a GPU the usual one."""
     ranked = []
     for each in found:
         assert each.folder is not None
         model = found_gguf_model(FoundModel(each.name, each.folder, HUB, each.mmproj))
-        rank = find_plan([model], machine, wishes).rank if machine.gpus else ()
-        ranked.append((rank, -model.file_bytes if machine.gpus else model.file_bytes, each.name, each))
-    return min(ranked)[-1]
+        rank = (
+            find_plan([model], machine, wishes).rank if machine.gpus else distance_from_usual(model.gguf_type)
+        )
+        ranked.append((rank, -model.file_bytes, each.name, each))
+    return min(ranked, key=lambda each: each[:3])[-1]
 
 
 def _rank(

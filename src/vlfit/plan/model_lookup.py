@@ -4,7 +4,7 @@ Nothing is downloaded but headers, and those only of a hub model that is neither
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, partial
 
 from vlfit.checkpoint import catalog, hub
@@ -157,7 +157,7 @@ def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
 
     assert checkpoint.gguf is not None
     widened = ", ".join(widened_types(checkpoint.tensors))
-    return model_of(
+    model = model_of(
         checkpoint.name,
         checkpoint.config,
         checkpoint.tensors,
@@ -166,6 +166,7 @@ def _gguf_model(checkpoint: Checkpoint, kind: str, source: str = "") -> Model:
         gguf_type=kind or checkpoint.gguf.file_type,
         max_image_tokens=checkpoint.gguf.max_image_tokens,
     )
+    return replace(model, without_tower=checkpoint.gguf.without_tower)
 
 
 def _is_cached(name: str) -> bool:

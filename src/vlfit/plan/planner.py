@@ -103,10 +103,13 @@ def _plan(
 
 
 def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[Remark, ...]:
-    """Remarks on a plan that fits: that little memory is left, and which weights were rounded."""
+    """Remarks on a plan that fits: no vision tower, little memory left, which weights were rounded."""
     lines: tuple[Line, ...] = choice.lines
     left, margin = gpu.total - total_bytes(lines), safety_margin(lines)
     remarks = []
+    if choice.model.without_tower:
+        text = f"It reads text only, as {choice.model.without_tower}."
+        remarks.append(Remark(text, "without_tower"))
     if left < margin:
         measure = "; vlfit plan --calibrate measures the machine" if costs.is_calibrated else ""
         text = (

@@ -5,20 +5,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.checkpoint import hub
-from vlfit.checkpoint.gguf.file_names import bits_of_type
 from vlfit.checkpoint.gguf.places import cached_models_of
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization, list_repository
 from vlfit.errors import HubError, NotDownloaded, UsageError, VlfitError
 from vlfit.machine.model import Machine
+from vlfit.plan.model_choice import WITHOUT_GPU, distance_from_usual
 from vlfit.plan.model_lookup import found_gguf_model, read_gguf_repository
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
+from vlfit.plan.processors import is_ram
 from vlfit.plan.recommend import recommended
 from vlfit.plan.report import VERSION, plan_to_json
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
-
-_USUAL_BITS = 4  # of the type that is taken without a GPU to plan for
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,10 +142,8 @@ def choose_quantization(name: str, machine: Machine) -> tuple[str, str]:
     """
     if not machine.gpus:
         repository = list_repository(name)
-        usual = min(repository.quantizations, key=_distance_from_usual)
-        return repository.name_of(
-            usual
-        ), "without a GPU fewer bytes are faster, and 4 bits are the usual size"
+        usual = min(repository.quantizations, key=lambda each: (distance_from_usual(each.type), -each.bytes))
+        return repository.name_of(usual), WITHOUT_GPU.removeprefix("as ")
     plans = plan_quantizations(name, machine, Wishes())
     best = plans.best
     if best is None:
@@ -183,6 +180,8 @@ def repository_to_json(plans: RepositoryPlans) -> dict[str, Any]:
 def _best(rows: Sequence[QuantizationPlan]) -> Plan | None:
     made = [row.plan for row in rows if row.plan is not None]
     ranked = sorted(made, key=lambda plan: (plan.rank, -plan.model.file_bytes))
+    if made and is_ram(made[0].gpu):
+        ranked.sort(key=lambda plan: (not plan.fits, distance_from_usual(plan.model.gguf_type)))
     return recommended(ranked) or max(ranked, key=lambda plan: plan.headroom, default=None)
 
 
@@ -193,9 +192,3 @@ def _download(repository: GgufRepository, quantization: Quantization) -> int:
 def _published(repository: GgufRepository, quantization: Quantization) -> PublishedKld | None:
     name, _ = hub.split_name(repository.name)
     return PUBLISHED_KLD.get((name.lower(), quantization.type.lower()))
-
-
-def _distance_from_usual(quantization: Quantization) -> tuple[bool, int, int]:
-    """Q4_K_M first, then what is nearest to its bits, the larger of two alike."""
-    bits = bits_of_type(quantization.type)
-    return quantization.type != "Q4_K_M", abs(bits - _USUAL_BITS), -quantization.bytes

@@ -126,6 +126,7 @@ class Model:
     - ``file_bytes``: bytes of all tensors in the files.
     - ``max_image_tokens``: of a picture, by the checkpoint's own settings; None: unknown.
     - ``gguf_type``: of a GGUF model: its type, such as ``Q4_K_M``, which ``weights`` then is; "" for others.
+      ``without_tower``: why no vision tower beside its file fits, a clause; "" if one does, or none is there.
     - ``head_bytes``: of the output head, which may be the embedding table; counted for GGUF models only.
     - ``files``: what all of this was counted from; None only in tests.
     """
@@ -155,6 +156,7 @@ class Model:
     max_image_tokens: int | None = None
     file_bytes: int = 0
     gguf_type: str = ""
+    without_tower: str = ""
     head_bytes: int = 0
     text_matrices: tuple[tuple[Matrix, int], ...] = ()
     delta: Mapping[str, Matrix] = field(default_factory=dict)

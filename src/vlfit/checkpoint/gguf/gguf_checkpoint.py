@@ -90,7 +90,7 @@ def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", nam
     is_named = named and given is not None
     candidates = [given] if given is not None else []
     if not is_named:
-        candidates += _mmproj_files(parts[0].parent)
+        candidates += mmproj_files(parts[0].parent)
     called = re.sub(r"[^\w.-]+", "-", name or stem_of(parts[0].name)).lstrip(".-") or "model"
     folder = cache_folder() / _key([*parts, *candidates], is_named=is_named) / called
     if (folder / SOURCES_FILE).is_file():
@@ -100,13 +100,13 @@ def prepare_gguf(model: Path, mmproj: Path | None = None, *, name: str = "", nam
     files = [GGUFFile(path, header) for path, header in zip(parts, headers, strict=True)]
     choice = TowerChoice(given) if is_named else find_tower(text, parts[0].parent, given)
     towers = [] if choice.path is None else [GGUFFile(choice.path, read_gguf_header(choice.path))]
-    config = _read_config(text, files, towers)
     try:
+        config = _read_config(text, files, towers)
         tensors = _read_tensors(config, files, towers)
     except CheckpointError as error:
-        if is_named or not towers:
+        if is_named or not towers or not blames(error, towers[0].header):
             raise
-        choice, towers = TowerChoice(None, _none_fits([error.message])), []
+        choice, towers = TowerChoice(None, none_fits([error.message])), []
         config = _read_config(text, files, towers)
         tensors = _read_tensors(config, files, towers)
     left_out = [f"{text.name} reads text only, as {choice.left_out}"] if choice.left_out else []
@@ -244,7 +244,7 @@ def find_tower(text: GGUFHeader, folder: Path, given: Path | None = None) -> Tow
     reasons: list[str] = []
     if given is not None and _fitting_tower(text, given, reasons) is not None:
         return TowerChoice(given)
-    others = [path for path in _mmproj_files(folder) if path != given] if _takes_tower(text) else []
+    others = [path for path in mmproj_files(folder) if path != given] if _takes_tower(text) else []
     fitting = [tower for path in others if (tower := _fitting_tower(text, path, reasons)) is not None]
     alike = [tower for tower in fitting if _edition(tower.header) == _edition(text)]
     if not alike and len({_edition(tower.header) for tower in fitting}) > 1:
@@ -256,7 +256,7 @@ def find_tower(text: GGUFHeader, folder: Path, given: Path | None = None) -> Tow
     best = min(alike or fitting, key=lambda tower: (tower.precision, tower.path.name), default=None)
     if best is not None:
         return TowerChoice(best.path)
-    return TowerChoice(None, _none_fits(reasons) if reasons else "")
+    return TowerChoice(None, none_fits(reasons) if reasons else "")
 
 
 def _takes_tower(text: GGUFHeader) -> bool:
@@ -264,7 +264,12 @@ def _takes_tower(text: GGUFHeader) -> bool:
     return MODEL_TYPES.get(text.architecture, ("", None))[1] is not None and not has_tower_inside(text)
 
 
-def _none_fits(reasons: Sequence[str]) -> str:
+def blames(error: CheckpointError, header: GGUFHeader) -> bool:
+    """Whether ``error`` is about the file with ``header``: its message begins with that name."""
+    return error.message.startswith(header.name)
+
+
+def none_fits(reasons: Sequence[str]) -> str:
     """A clause for all the files that were looked at; ``reasons`` say why each does not fit."""
     more = f"; {len(reasons) - _MAX_REASONS} more do not fit" if len(reasons) > _MAX_REASONS else ""
     return f"no vision tower beside it fits: {'; '.join(reasons[:_MAX_REASONS])}{more}"
@@ -277,7 +282,7 @@ def _why_without(text: GGUFHeader, choice: TowerChoice) -> str:
     return choice.left_out or f"no mmproj file lies beside {text.name}"
 
 
-def _mmproj_files(folder: Path) -> list[Path]:
+def mmproj_files(folder: Path) -> list[Path]:
     """The files of vision towers in ``folder``, by their names."""
     try:
         return sorted(path for path in folder.iterdir() if is_mmproj_name(path.name) and path.is_file())

@@ -27,13 +27,15 @@ class GGUFKind:
     ``architectures``: of its file, then of its mmproj (``clip``), if it has one. ``file_type``: the type of
     its weights, such as ``Q4_K_M``, by ``general.file_type``, else the one that most weights have. ``type``:
     as its file's name has it (``UD-Q4_K_XL``), else ``file_type``. ``max_image_tokens``: of a picture, by the
-    mmproj's own limit; None without one, or if it was not read.
+    mmproj's own limit; None without one, or if it was not read. ``without_tower``: why no vision tower beside
+    it fits, a clause; "" if one does, or none is there.
     """
 
     architectures: tuple[str, ...]
     file_type: str
     type: str
     max_image_tokens: int | None = None
+    without_tower: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vlfit.checkpoint.gguf.file_names import split_parts
-from vlfit.checkpoint.gguf.gguf_checkpoint import find_tower, join_headers
+from vlfit.checkpoint.gguf.gguf_checkpoint import blames, find_tower, join_headers, none_fits
 from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
@@ -45,12 +45,12 @@ def read_unopened(name: str, model: Path, mmproj: Path | None, *, named: bool = 
     split one. ``mmproj``, ``named``: as for ``prepare_gguf``. Raises ``CheckpointError``.
     """
     parts = [_opened(path) for path in split_parts(model)]
-    is_named = named and mmproj is not None
-    if not is_named:
-        text = join_headers([opened[0].header for _, opened in parts])
-        mmproj = find_tower(text, model.parent, mmproj).path
-    tower = [] if mmproj is None else [_opened(mmproj)]
-    return _checkpoint(name, model.parent, parts, tower, may_leave_out=not is_named)
+    if named and mmproj is not None:
+        return _checkpoint(name, model.parent, parts, [_opened(mmproj)])
+    text = join_headers([opened[0].header for _, opened in parts])
+    choice = find_tower(text, model.parent, mmproj)
+    tower = [] if choice.path is None else [_opened(choice.path)]
+    return _checkpoint(name, model.parent, parts, tower, may_leave_out=True, left_out=choice.left_out)
 
 
 def _opened(path: Path) -> tuple[Path, _Opened]:
@@ -122,8 +122,9 @@ def _checkpoint(
     tower: Sequence[tuple[Path | PurePosixPath, _Opened]],
     *,
     may_leave_out: bool = False,
+    left_out: str = "",
 ) -> Checkpoint:
-    """``may_leave_out``: without its tower if that lacks tensors."""
+    """``may_leave_out``: without its tower if that is damaged. ``left_out``: why it has none."""
     header = join_headers([opened[0].header for _, opened in parts])
     readers = {
         tensor: partial(_read_floats, opened[1], opened[0].header, tensor)
@@ -131,17 +132,16 @@ def _checkpoint(
         for tensor in opened[0].header.tensors
     }
     mmproj = tower[0][1][0].header if tower else None
-    found = config_of_headers(header, mmproj, lambda tensor: _read_by_name(readers, header, tensor))
-    config = parse_gguf_config(found.config, header, mmproj)
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
     try:
-        config, tensors = normalize_gguf(config, *files)
+        found = config_of_headers(header, mmproj, lambda tensor: _read_by_name(readers, header, tensor))
+        config, tensors = normalize_gguf(parse_gguf_config(found.config, header, mmproj), *files)
         check_gguf_tensors(config, tensors, *files)
-    except CheckpointError:
-        if not (tower and may_leave_out):
+    except CheckpointError as error:
+        if not (may_leave_out and mmproj is not None and blames(error, mmproj)):
             raise
-        return _checkpoint(name, folder, parts, ())
-    kind = replace(kind_of(*files), max_image_tokens=found.max_image_tokens)
+        return _checkpoint(name, folder, parts, (), left_out=none_fits([error.message]))
+    kind = replace(kind_of(*files), max_image_tokens=found.max_image_tokens, without_tower=left_out)
     return Checkpoint(name, folder, config, tensors, kind)
 
 
