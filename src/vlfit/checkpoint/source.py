@@ -436,11 +436,12 @@ def _of_program(program: str, name: str) -> ResolvedModel:
     found = places.find_models(program, name)
     title, typed = places.TITLES[program], f"{program}:{name}"
     if not found:
-        names = [model.name for model in places.models_of(program)]
+        models = places.models_of(program)
+        names = [each.name for each in models if not each.problem] or [each.name for each in models]
         close = get_close_matches(typed, names, 3, cutoff=0.4)
-        hint = f"It has {', '.join(close)}. " if close else ""
+        hint = f"The nearest: {', '.join(close)}. " if close else ""
         raise NotACheckpoint(
-            f"{title} has no model {_shown(name)} among its {len(names)} GGUF models here",
+            f"{title} has no model {_shown(name)} among its {len(models)} GGUF models here",
             f"{hint}vlfit models lists what is here.",
         )
     if len(found) > 1:

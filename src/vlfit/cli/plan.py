@@ -421,10 +421,7 @@ def _plan_repository(
     with nearest_names_in_hint(name):
         plans = plan_quantizations(name, machine, wishes)
     if plans.unlisted is not None:
-        printer.note(
-            f"only the quantizations that are here: which others {name} has is not known "
-            f"({plans.unlisted.message})"
-        )
+        printer.note(f"only the quantizations that are here: {plans.unlisted.message}")
     best = plans.best
     if best is None:
         raise UnknownArchitecture(

@@ -108,10 +108,12 @@ def names_of_parts(name: str) -> list[str]:
         return [name]
     count = int(split["count"])
     if not 1 <= int(split["part"]) <= count <= _MAX_PARTS:
-        raise NotACheckpoint(
-            f"{base} says that it is part {int(split['part'])} of {count}",
-            "Name the first part; llama.cpp's gguf-split writes such files.",
-        )
+        hint = "Name the first part; llama.cpp's gguf-split writes such files."
+        if count > _MAX_PARTS:
+            hint = (
+                f"There are {_MAX_PARTS} parts at most. If it is a whole model, give the file another name."
+            )
+        raise NotACheckpoint(f"{base} says that it is part {int(split['part'])} of {count}", hint)
     return [
         f"{folder}{slash}{split['stem']}-{part:05d}-of-{split['count']}{suffix}"
         for part in range(1, count + 1)

@@ -189,7 +189,10 @@ def download(name: str, progress: ByteProgress | None = None) -> FoundModel:
     if constants.HF_HUB_OFFLINE:
         cached = cached_file(name)
         if cached is None:
-            raise hub.offline_error(name)
+            raise NotDownloaded(
+                f"{name} is not on this computer, and HF_HUB_OFFLINE forbids downloading it",
+                "Unset HF_HUB_OFFLINE, or name a file that is here (vlfit models lists them).",
+            )
         return cached
     repository = list_repository(wanted.repository_name)
     chosen = repository.choose(wanted.type)
