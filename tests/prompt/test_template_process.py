@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -72,6 +73,14 @@ def small() -> Iterator[TemplateProcess]:
     process.close()
 
 
+@pytest.fixture(scope="module")
+def narrow() -> Iterator[TemplateProcess]:
+    """With little memory, and time enough to fill it on a busy computer."""
+    process = TemplateProcess(limits=replace(SMALL, cpu_seconds=60))
+    yield process
+    process.close()
+
+
 @pytest.fixture
 def process() -> Iterator[TemplateProcess]:
     process = TemplateProcess()
@@ -89,8 +98,8 @@ def error_of(source: str, process: TemplateProcess) -> CheckpointError:
 
 @pytest.mark.parametrize("source", TOO_MUCH_MEMORY)
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not limit memory")
-def test_a_template_that_takes_much_memory_fails(source: str, small: TemplateProcess) -> None:
-    assert "128 MiB" in error_of(source, small).message
+def test_a_template_that_takes_much_memory_fails(source: str, narrow: TemplateProcess) -> None:
+    assert "128 MiB" in error_of(source, narrow).message
 
 
 @pytest.mark.parametrize("source", TOO_MUCH_TIME)
