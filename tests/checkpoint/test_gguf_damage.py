@@ -331,6 +331,14 @@ def test_doctor_calls_a_damaged_vision_tower_so(whole: tuple[Path, Path], tmp_pa
     assert TOWER in red[0].says
 
 
+def test_doctor_leaves_other_models_towers_alone(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """A damaged file beside a model that has its vision tower is not this model's."""
+    model = Path(shutil.copy(whole[0], tmp_path / MODEL))
+    shutil.copy(whole[1], tmp_path / TOWER)
+    (tmp_path / "mmproj-other.gguf").write_bytes(whole[1].read_bytes()[:-5000])
+    assert {check.level for check in check_model(str(model))} == {"green"}
+
+
 def test_doctor_checks_each_type_of_a_repository(
     whole: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,8 +53,6 @@ def _check_one(one: ResolvedModel, name: str) -> list[Check]:
         checks = [*_files(folder), *(_files(one.mmproj) if one.mmproj is not None else ())]
         if any(check.level == "red" for check in checks):
             return checks
-        for path in mmproj_files(folder.parent):  # also those that were left out because they are damaged
-            checks += (check for check in _files(path) if check.level == "red")
     return [*checks, *_whole(name)]
 
 
@@ -105,7 +103,12 @@ def _whole(name: str) -> Iterator[Check]:
         f"{called}: {checkpoint.parameter_count / 1e6:,.0f} million parameters, {sees}{tower}",
     )
     yield from _prompts(checkpoint)
-    for note in sources.notes if sources is not None else ():
+    if sources is None:
+        return
+    if sources.no_tower:  # those beside it were left out: perhaps as they are damaged
+        for path in mmproj_files(sources.model[0].parent):
+            yield from (check for check in _files(path) if check.level == "red")
+    for note in sources.notes:
         yield Check("model.note", "yellow", note)
 
 
