@@ -467,10 +467,9 @@ def choose_model(
 ) -> "AutoChoice":
     """Choose the local model that ``auto`` stands for on this machine, with the reason. Downloads nothing.
 
-    GGUF models in the folders of Ollama, LM Studio, llama.cpp and the hub count, for ``native``.
+    For ``native`` also GGUF models in the folders of Ollama, LM Studio, llama.cpp and the hub count.
     ``kind``: what it is to be made for. ``device``: ``cpu`` to choose for the processor, whatever cards there
-    are. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs
-    a model by name.
+    are. Raises ``UsageError`` if ``backend`` is ``transformers``, which needs a model by name.
     """
     if backend == "transformers":
         raise UsageError("--backend transformers needs a model by name", "Name a folder or a hub id.")

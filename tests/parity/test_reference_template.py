@@ -20,6 +20,22 @@ def test_it_renders_as_the_engine_does() -> None:
     assert render_reference(source, given) == ChatTemplate(source, {}).render(MESSAGES)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ tools | tojson(separators=(',', ':')) }}",
+        "{{ tools | tojson(sort_keys=true, indent=2) }}",
+        "{{ tools | tojson(ensure_ascii=true) }}",
+        "{{ strftime_now('%Y') }}",
+    ],
+)
+def test_what_transformers_gives_to_templates_is_there(source: str) -> None:
+    given = {"tools": [{"name": "é", "a": [1, 2]}]}
+    rendered = render_reference(source, given)
+    assert rendered == ChatTemplate(source, {}).render([], tools=given["tools"])
+    assert rendered
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel does not limit memory")
 def test_a_template_that_takes_too_much_fails() -> None:
     with pytest.raises(CheckpointError) as caught:

@@ -6,7 +6,7 @@ OTHER_TENSORS = (
 )
 KEEP_NAMES = "Fetch all parts of the model, and keep the names that they were published with."
 NAME_MMPROJ = "Name the mmproj file that came with this model: --mmproj FILE."
-PUT_MMPROJ = "Name the mmproj file that came with the model: --mmproj FILE; or keep both in a folder."
+PUT_MMPROJ = "Name the mmproj file that came with the model: --mmproj FILE. One in the same folder is found."
 OTHER_LAYOUT = (
     "vlfit reads llama.cpp's layout: ollama pull hf.co/unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M has it, and "
     "so has vlfit pull unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M."

@@ -6,6 +6,7 @@ Written from transformers' ``apply_chat_template``. The process and its limits a
 
 import json
 from collections.abc import Mapping
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from vlfit.errors import CheckpointError
@@ -38,12 +39,12 @@ def _environment() -> "Environment":
     )
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
-    environment.globals["strftime_now"] = lambda form: ""
+    environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
     return environment
 
 
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **_: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent)
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **more: Any) -> str:
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **more)
 
 
 def _raise(message: str) -> NoReturn:
