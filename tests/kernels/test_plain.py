@@ -99,6 +99,7 @@ BROKEN = {
         "vlfit.models.qwen3_vl.vision.vision_attention",
         "vlfit.models.qwen3_vl.vision.apply_vision_rope",
         "vlfit.models.qwen3_vl.vision.add_and_normalize",
+        "vlfit.models.qwen3_vl.vision.gelu_tanh_",
         "vlfit.kernels.rows.vision_ops.extract_patches",
     ),
 }

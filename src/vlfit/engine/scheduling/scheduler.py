@@ -309,7 +309,7 @@ class Scheduler:
             self.waiting.remove(sequence)
 
 
-MAX_SLOWDOWN = 2.0  # most time of a step with a prompt chunk, in decode steps
+MAX_SLOWDOWN = 1.8  # most time of a step with a prompt chunk, in decode steps
 MIN_CHUNK = 8  # prompt tokens: matrix units process no fewer at once
 MAX_FIXED_STEPS = 1.5  # decode steps; with a longer fixed part small chunks do not help
 INITIAL_CHUNK = 256  # prompt tokens, before anything is measured

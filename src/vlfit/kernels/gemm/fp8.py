@@ -24,9 +24,9 @@ from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
 FP8_MAX, MIN_AMAX = 448.0, 1e-12  # largest float8_e4m3fn; lower bound of a group's amax
 _BLOCK = 1024  # elements that one program quantizes
-# GEMMs with at least this many multiply-adds go to cuBLAS: our kernel takes 150 us for that many, cuBLAS a
-# third less, which is what calling it through torch costs (docs/log.md).
-CUBLAS_MIN_MACS = 5 * 10**10
+# GEMMs with at least this many multiply-adds for each multiprocessor go to cuBLAS. It takes a quarter to a third
+# less time, 50 us of our kernel's 134 on an H200, which is what calling it through torch costs (docs/log.md).
+CUBLAS_MIN_MACS = 15 * 10**7
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,15 +162,17 @@ def fp8_linear(
 ) -> Tensor:
     """``x @ weight.T + bias`` in FP8: [num_rows, out_features] in ``x.dtype``.
 
-    ``weights`` must pass ``supports_fp8_gemm`` (not checked). GEMMs of ``CUBLAS_MIN_MACS`` or more go to
-    cuBLAS if it takes the dtype and scales (``supports_cublas_fp8``) and ``tiles`` is None; others go to
-    the kernel, with ``DEFAULT_TILES`` if ``tiles`` is None. Memory for the result is allocated in multiples
+    ``weights`` must pass ``supports_fp8_gemm`` (not checked). GEMMs of ``CUBLAS_MIN_MACS`` or more for each
+    multiprocessor go to cuBLAS if it takes the dtype and scales (``supports_cublas_fp8``) and ``tiles`` is
+    None; others go to the kernel, with ``DEFAULT_TILES`` if ``tiles`` is None. Memory for the result is allocated in multiples
     of ``FP8_ROW_MULTIPLE`` rows.
     """
     device = x.codes.device
-    is_large = x.num_rows * weights.in_features * weights.out_features >= CUBLAS_MIN_MACS
+    card = card_of(device)
+    macs = x.num_rows * weights.in_features * weights.out_features
     if (
-        is_large
+        card is not None
+        and macs >= CUBLAS_MIN_MACS * card.multiprocessors
         and tiles is None
         and x.dtype == torch.bfloat16
         and _is_cublas_layout(weights)

@@ -51,7 +51,7 @@ from vlfit.plan.native.tiles import (
     load_tiles,
 )
 
-DEQUANT_BLOCK_N = 32  # rows of weights that one program dequantizes
+DEQUANT_BLOCK_N, DEQUANT_BLOCK_K = 8, 4 * MAX_SPAN  # rows and inputs of weights that one program dequantizes
 LOOKUP_BLOCK_K = 512  # inputs of a row that one program looks up
 SLICE_MULTIPLE = 128  # outputs per slice, as in the tiles of torch's GEMMs
 
@@ -277,7 +277,7 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
     from vlfit.kernels.gemm.dequantize_kernels import dequantize_kernel
 
     outputs, inputs = out.shape
-    dequantize_kernel[(-(-outputs // DEQUANT_BLOCK_N), -(-inputs // MAX_SPAN))](
+    dequantize_kernel[(-(-outputs // DEQUANT_BLOCK_N), -(-inputs // DEQUANT_BLOCK_K))](
         *kernel_tensors(weights),
         out,
         first,
@@ -287,7 +287,7 @@ def dequantize_weight_rows(weights: QuantizedWeight, first: int, out: Tensor, na
         FORM=weight_form(weights, native_fp8),
         INLINE_PTX=has_inline_ptx(out.device),
         BLOCK_N=DEQUANT_BLOCK_N,
-        BLOCK_K=MAX_SPAN,
+        BLOCK_K=DEQUANT_BLOCK_K,
         num_warps=4,
     )
 

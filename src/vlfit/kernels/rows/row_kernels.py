@@ -167,21 +167,21 @@ def load_norm_rope(
 
 
 @cache_launches
-@triton.jit(do_not_specialize=["numel"])
-def silu_and_mul_kernel(gate_up, numel, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
+@triton.jit
+def silu_and_mul_kernel(gate_up, WIDTH: tl.constexpr, BLOCK: tl.constexpr, USE_PDL: tl.constexpr):
     """silu(gate) * up of ``gate_up`` [rows, 2 * WIDTH], gates first, stored over the gates.
 
-    Grid: (blocks of BLOCK of the ``numel`` = rows * WIDTH elements,).
+    Grid: (rows, blocks of BLOCK elements).
     """
     pdl_sync(USE_PDL)
-    index = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = index < numel
-    offs = index // WIDTH * (2 * WIDTH) + index % WIDTH
-    gate = tl.load(gate_up + offs, mask=mask, other=0.0)
-    up = tl.load(gate_up + offs + WIDTH, mask=mask, other=0.0)
+    offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offs < WIDTH
+    gates = gate_up + tl.program_id(0).to(tl.int64) * (2 * WIDTH) + offs
+    gate = tl.load(gates, mask=mask, other=0.0)
+    up = tl.load(gates + WIDTH, mask=mask, other=0.0)
     gate_f32 = gate.to(tl.float32)
     act = (gate_f32 / (1.0 + tl.exp(-gate_f32))).to(gate.dtype)
-    tl.store(gate_up + offs, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
+    tl.store(gates, (act.to(tl.float32) * up.to(tl.float32)).to(gate.dtype), mask=mask)
 
 
 @cache_launches

@@ -12,7 +12,7 @@ from vlfit.kernels.launch import next_power_of_2, pdl_options
 from vlfit.kernels.target import launches_on
 
 _BLOCK = 1024  # elements per program of silu_and_mul and gate_rows
-_BLOCK_H = 8  # heads per program of rope_store_kv
+_BLOCK_H = 16  # heads per program of rope_store_kv
 _WARP = 32  # threads
 
 
@@ -114,9 +114,9 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     if launches_on(gate_up.device) and rows:
         from vlfit.kernels.rows.row_kernels import silu_and_mul_kernel
 
-        numel = out.numel()
-        silu_and_mul_kernel[(-(-numel // _BLOCK),)](
-            gate_up, numel, WIDTH=double_width // 2, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up.device)
+        width = double_width // 2
+        silu_and_mul_kernel[(rows, -(-width // _BLOCK))](
+            gate_up, WIDTH=width, BLOCK=_BLOCK, num_warps=4, **pdl_options(gate_up.device)
         )
     return out
 

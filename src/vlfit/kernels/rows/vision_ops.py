@@ -14,6 +14,7 @@ from vlfit.kernels.launch import next_power_of_2
 from vlfit.kernels.target import launches_on
 
 LOG2_E = 1.4426950408889634
+_GELU_BLOCK = 1024  # elements per program
 MIN_DOT_DIM = 16  # smallest inner dimension of tl.dot
 
 
@@ -116,7 +117,7 @@ class VisionTiles:
 
 def vision_tiles(dtype: torch.dtype) -> VisionTiles:
     """The default tile of ``vision_attention`` for ``dtype``."""
-    return VisionTiles(32, 32, 4, 2) if dtype == torch.float32 else VisionTiles(128, 64, 8, 3)
+    return VisionTiles(32, 32, 4, 2) if dtype == torch.float32 else VisionTiles(64, 128, 4, 2)
 
 
 def vision_attention(qkv: Tensor, tiles: VisionTiles | None = None) -> Tensor:
@@ -180,3 +181,12 @@ def add_layer_norm(hidden: Tensor, delta: Tensor, weight: Tensor, bias: Tensor, 
             num_warps=8 if block >= 2048 else 4,
         )
     return out
+
+
+def gelu_tanh_(x: Tensor) -> Tensor:
+    """GELU by tanh of ``x``, contiguous, in place and computed in float32; returns ``x``."""
+    if x.numel() and launches_on(x.device):
+        from vlfit.kernels.rows.vision_kernels import gelu_tanh_kernel
+
+        gelu_tanh_kernel[(-(-x.numel() // _GELU_BLOCK),)](x, x.numel(), BLOCK=_GELU_BLOCK, num_warps=4)
+    return x

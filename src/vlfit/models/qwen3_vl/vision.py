@@ -22,7 +22,12 @@ from vlfit import kernels
 from vlfit.checkpoint.config import VisionConfig
 from vlfit.kernels.cpu import row_functions as cpu_rows
 from vlfit.kernels.rows.vision_ops import add_layer_norm as add_and_normalize
-from vlfit.kernels.rows.vision_ops import add_position_embedding, apply_vision_rope, vision_attention
+from vlfit.kernels.rows.vision_ops import (
+    add_position_embedding,
+    apply_vision_rope,
+    gelu_tanh_,
+    vision_attention,
+)
 from vlfit.layers.cpu_stored import StoredLinear, rounds_inputs
 from vlfit.layers.linear import DenseLinear
 from vlfit.layers.rope import apply_rope
@@ -124,10 +129,13 @@ class VisionTower:
 
     def _run_blocks(self, hidden: Tensor, rope: "VisionRope") -> Iterator["PatchMerger"]:
         """Run the blocks on ``hidden`` in place; yield each merger when ``hidden`` is its input."""
+        stream = ResidualStream(hidden)
         for index, block in enumerate(self.blocks):
-            block(hidden, rope)
+            block(stream, rope)
             if index in self.deepstack_mergers:
+                stream.settle()
                 yield self.deepstack_mergers[index]
+        stream.settle()
         yield self.merger
 
     def _embed(self, patches: Tensor, rows: int, columns: int) -> Tensor:
@@ -185,11 +193,37 @@ def row_slices(count: int, most: int) -> Iterator[slice]:
     return (slice(first, min(first + most, count)) for first in range(0, count, most))
 
 
+class ResidualStream:
+    """``hidden`` [patches, hidden] of one frame, to which blocks add in place.
+
+    What was added last is pending until it is needed: on a GPU one kernel then adds and normalizes.
+    """
+
+    def __init__(self, hidden: Tensor) -> None:
+        self.hidden = hidden
+        self._pending: Tensor | None = None
+
+    def add(self, delta: Tensor) -> None:
+        """Add ``delta`` [patches, hidden]. The caller keeps no reference, so that its memory is freed."""
+        self.settle()
+        self._pending = delta
+
+    def normalized(self, norm: "LayerNorm") -> Tensor:
+        """``norm`` of all that was added, [patches, hidden]."""
+        delta, self._pending = self._pending, None
+        return norm(self.hidden) if delta is None else add_layer_norm(self.hidden, delta, norm)
+
+    def settle(self) -> None:
+        """Add what is pending to ``hidden``."""
+        if self._pending is not None:
+            self.hidden.add_(self._pending)
+            self._pending = None
+
+
 class VisionBlock:
     """One transformer block of the tower: pre-norm attention and feed-forward.
 
-    Called with ``hidden`` [patches, hidden] of one frame, which it changes in place, and the frame's
-    ``VisionRope``.
+    Called with the ``ResidualStream`` of one frame, to which it adds, and the frame's ``VisionRope``.
     """
 
     def __init__(self, config: VisionConfig, loader: Loader, name: str) -> None:
@@ -202,11 +236,19 @@ class VisionBlock:
         self.fc1 = loader.linear(f"{name}.mlp.linear_fc1", bias=True)
         self.fc2 = loader.linear(f"{name}.mlp.linear_fc2", bias=True)
 
-    def __call__(self, hidden: Tensor, rope: "VisionRope") -> None:
-        """Run one block on ``hidden`` [patches, hidden] in place. Every patch attends to all patches."""
-        x = add_layer_norm(hidden, self.projection(self._attend(hidden, rope)), self.norm2)
-        for part in feed_forward_slices(len(hidden), self.merge):
-            hidden[part].add_(self.fc2(self._gelu_(self.fc1(x[part]))))
+    def __call__(self, stream: ResidualStream, rope: "VisionRope") -> None:
+        """Run one block on ``stream``. Every patch attends to all patches."""
+        stream.add(self.projection(self._attend(stream, rope)))
+        x = stream.normalized(self.norm2)
+        slices = feed_forward_slices(len(x), self.merge)
+        if len(slices) == 1:
+            stream.add(self._feed_forward(x))
+        else:
+            for part in slices:
+                stream.hidden[part].add_(self._feed_forward(x[part]))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self._gelu_(self.fc1(x)))
 
     def _gelu_(self, inner: Tensor) -> Tensor:
         """GELU by tanh of ``inner``, which may be overwritten; only stored weights have the compiled code."""
@@ -214,9 +256,9 @@ class VisionBlock:
             return cpu_rows.gelu_tanh_(inner)
         return gelu_(inner, "tanh")
 
-    def _attend(self, hidden: Tensor, rope: "VisionRope") -> Tensor:
+    def _attend(self, stream: ResidualStream, rope: "VisionRope") -> Tensor:
         """Attention output [patches, hidden]. A method of its own, so that q, k and v are freed."""
-        qkv = self.qkv(self.norm1(hidden)).view(len(hidden), 3, self.heads, -1)
+        qkv = self.qkv(stream.normalized(self.norm1)).view(len(stream.hidden), 3, self.heads, -1)
         rope(qkv)
         return attention(qkv, rounds=rounds_inputs(self.qkv))
 
@@ -280,6 +322,8 @@ def gelu_(x: Tensor, approximate: str = "none") -> Tensor:
     """
     if not kernels.enabled_for("tower", x.device):
         return F.gelu(x, approximate=approximate)
+    if approximate == "tanh":
+        return gelu_tanh_(x)
     activated: Tensor = torch.ops.aten.gelu_(x, approximate=approximate)
     return activated
 
