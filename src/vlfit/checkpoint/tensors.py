@@ -328,7 +328,7 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     missing = [name for name in expected if name not in tensors]
     if missing:
         raise MissingTensor(
-            f"{len(missing):,} of {len(expected):,} tensors are missing: {_first_names(missing)}",
+            f"{len(missing):,} of {len(expected):,} tensors are missing: {first_names(missing)}",
             "Fetch the weights again: they do not belong to this config.json, or a shard is missing.",
         )
     for name, shape in expected.items():
@@ -338,12 +338,23 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     if surplus:
         raise SurplusTensor(
             f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
-            f"{_first_names(surplus)}",
+            f"{first_names(surplus)}",
             _REFETCH_CONFIG,
         )
 
 
-def _first_names(names: list[str]) -> str:
+def missing_and_surplus(
+    config: ModelConfig, tensors: dict[str, TensorInfo]
+) -> tuple[list[str], list[str]]:
+    """Names of tensors that ``config`` calls for but are missing, and of those that it has no use for."""
+    expected = _required_tensors(config, tensors)
+    missing = [name for name in expected if name not in tensors]
+    surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
+    return missing, surplus
+
+
+def first_names(names: list[str]) -> str:
+    """The first three of ``names``, for an error."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
