@@ -399,6 +399,8 @@ class VLM(VisionModel):
         if mmproj is not None:
             from vlfit.checkpoint.gguf.file_names import with_mmproj
 
+            if not isinstance(mmproj, str | Path):
+                raise UsageError(f"mmproj is {mmproj!r}, no path", "Give the path of a GGUF file.")
             model = with_mmproj(str(model), mmproj)
         from vlfit.backends.opening import BackendSpec, open_backend
 

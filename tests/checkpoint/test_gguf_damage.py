@@ -12,6 +12,7 @@ import pytest
 
 from tests.damaged_gguf import merges_of, rewritten
 from tests.gguf_files import as_gguf
+from tests.wording import figures_in
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
 from vlfit.checkpoint.gguf.places import FoundModel
@@ -193,6 +194,75 @@ def test_errors_name_the_file_and_what_it_has(name: str, whole: tuple[Path, Path
     check_words(caught.value, damage)
     checks = {check.id: check for check in check_model(pair)}
     assert (checks["model"].level, checks["model.file"].level) == ("red", "green")
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "one too many", "missing in the tower", "one too many in the tower"]
+)
+def test_tensors_are_counted_as_the_file_has_them(
+    name: str, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    damage = DAMAGES[name]
+    model = damaged(whole, tmp_path / "files", damage)
+    there = len(gguf.GGUFReader(model.with_name(damage.file)).tensors)
+    with pytest.raises(damage.error) as caught:
+        open_checkpoint(f"{model}+{model.with_name(TOWER)}")
+    wanted = there + 1 if damage.error is MissingTensor else there
+    assert figures_in(caught.value.message)[:2] == [1, wanted]
+
+
+def test_fewer_layers_than_the_file_has(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Tensors of quantized weights count once, and are named in the order of the file."""
+    names = [tensor.name for tensor in gguf.GGUFReader(whole[0]).tensors]
+    layers = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("blk."))
+    surplus = [name for name in names if name.startswith(f"blk.{layers - 1}.")]
+    model = rewritten(whole[0], tmp_path / MODEL, {"qwen3vl.block_count": layers - 1})
+    with pytest.raises(SurplusTensor) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message)[:2] == [len(surplus), len(names)]
+    named = re.findall(r"blk\.[\w.]+\w", caught.value.message)
+    assert named == surplus[:3]
+
+
+def test_more_layers_than_the_file_has(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    names = [tensor.name for tensor in gguf.GGUFReader(whole[0]).tensors]
+    layers = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("blk."))
+    each = sum(name.startswith("blk.0.") for name in names)
+    model = rewritten(whole[0], tmp_path / MODEL, {"qwen3vl.block_count": layers + 1})
+    with pytest.raises(MissingTensor) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message)[:2] == [each, len(names) + each]
+
+
+@pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.pre"])
+@pytest.mark.parametrize("value", ["bert", None])
+def test_a_plan_refuses_a_tokenizer_as_opening_does(
+    key: str, value: str | None, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    model = rewritten(whole[0], tmp_path / MODEL, {key: value})
+    with pytest.raises(CheckpointError) as opened:
+        open_checkpoint(model)
+    with pytest.raises(CheckpointError) as planned:
+        find_exact_models(str(model))
+    assert type(planned.value) is type(opened.value)
+    assert (planned.value.message, planned.value.hint) == (opened.value.message, opened.value.hint)
+
+
+def test_no_vocabulary_is_called_so(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copy(whole[1], tmp_path / TOWER)
+    model = rewritten(whole[0], tmp_path / MODEL, {"tokenizer.ggml.tokens": None})
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    assert "tokenizer.ggml.tokens" in caught.value.message
+    assert "<|image_pad|>" not in caught.value.message
+
+
+def test_of_a_part_the_metadata_and_the_name_are_compared(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    parts = {"split.no": 0, "split.count": 3}
+    model = rewritten(whole[0], tmp_path / MODEL, parts)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message) == [1, 3, 1, 1]
 
 
 def test_of_a_text_model_fields_have_no_section(whole: tuple[Path, Path], tmp_path: Path) -> None:

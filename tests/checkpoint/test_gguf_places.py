@@ -359,6 +359,17 @@ def test_names_that_are_not_there_come_with_those_that_are(home: Path) -> None:
         resolve_name("ollama:qwen3-vl:4b")
 
 
+def test_of_names_nearby_those_that_can_run_are_shown(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    ollama_blob(root, DIGESTS["a"])
+    ollama_manifest(root, "registry.ollama.ai/library/qwen3-vl/4b", ("model", DIGESTS["a"], 10))
+    ollama_manifest(root, "registry.ollama.ai/library/qwen3-vl/8c", ("model", DIGESTS["b"], 10))  # no blob
+    with pytest.raises(NotACheckpoint) as caught:
+        resolve_name("ollama:qwen3-vl:8b")
+    assert "ollama:qwen3-vl:4b" in caught.value.hint
+    assert "ollama:qwen3-vl:8c" not in caught.value.hint
+
+
 def test_a_type_of_a_repository_is_found_wherever_it_is(home: Path) -> None:
     name = "lmstudio-community/Q-GGUF:Q4_K_M"
     assert resolve_name(name)[0].on_hub

@@ -343,9 +343,7 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
         )
 
 
-def missing_and_surplus(
-    config: ModelConfig, tensors: dict[str, TensorInfo]
-) -> tuple[list[str], list[str]]:
+def missing_and_surplus(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
     """Names of tensors that ``config`` calls for but are missing, and of those that it has no use for."""
     expected = _required_tensors(config, tensors)
     missing = [name for name in expected if name not in tensors]

@@ -64,6 +64,8 @@ _SPLITTINGS = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting(digits=True)),
     "gpt-4o": _Splitting(_GPT4O),
 }
+_BYTE_LEVEL_KIND = "gpt2"
+_KINDS = (_BYTE_LEVEL_KIND, "llama")  # ``tokenizer.ggml.model``
 # Tokens that end an answer in the templates of known models, beside those that the metadata name.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>")
 _SPACE = "\u2581"
@@ -111,13 +113,8 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
     """
     tokens, types = _tokens(model)
     fields = model.fields
-    kind = fields.text("tokenizer.ggml.model")
-    readers = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in readers:
-        raise UnknownArchitecture(
-            f"{model.name}: the tokenizer is {kind!r}", f"vlfit reads {' and '.join(readers)} tokenizers."
-        )
-    tokenizer = readers[kind](model, tokens, types)
+    kind = check_tokenizer(model)
+    tokenizer = (_byte_level if kind == _BYTE_LEVEL_KIND else _sentencepiece)(model, tokens, types)
     special = _special_tokens(fields, tokens)
     bos = special.get("bos_token")
     if bos is not None and _adds_bos(model, kind):
@@ -127,6 +124,27 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
     if not isinstance(template, str):
         raise fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
     return GGUFVocabulary(tokenizer, settings, _generation(fields, tokens, types), template)
+
+
+def check_tokenizer(model: GGUFHeader) -> str:
+    """The kind of tokenizer that ``model`` names, by scalars of its metadata alone: ``gpt2`` or ``llama``.
+
+    Raises ``UnknownArchitecture`` for a tokenizer or pre-tokenizer that vlfit does not know,
+    ``CheckpointError`` if none is named.
+    """
+    kind = model.fields.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise UnknownArchitecture(
+            f"{model.name}: the tokenizer is {kind!r}", f"vlfit reads {' and '.join(_KINDS)} tokenizers."
+        )
+    name = model.fields.text("tokenizer.ggml.pre", "none")
+    if kind == _BYTE_LEVEL_KIND and name not in _SPLITTINGS:
+        missing = "names no pre-tokenizer" if name == "none" else f"has the pre-tokenizer {name!r}"
+        raise UnknownArchitecture(
+            f"{model.name} {missing}, so how its text is split into tokens is not known",
+            f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
+        )
+    return kind
 
 
 def no_vocabulary(model: GGUFHeader) -> CheckpointError:
@@ -180,14 +198,7 @@ def _without_padding(tokens: list[str], types: list[int]) -> list[int]:
 
 
 def _byte_level(model: GGUFHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    name = model.fields.text("tokenizer.ggml.pre", "none")
-    splitting = _SPLITTINGS.get(name)
-    if splitting is None:
-        missing = "names no pre-tokenizer" if name == "none" else f"has the pre-tokenizer {name!r}"
-        raise UnknownArchitecture(
-            f"{model.name} {missing}, so how its text is split into tokens is not known",
-            f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
-        )
+    splitting = _SPLITTINGS[model.fields.text("tokenizer.ggml.pre")]
     merges = model.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not merges:
         raise CheckpointError(f"{model.name} has no merges (tokenizer.ggml.merges)", OTHER_VOCABULARY)

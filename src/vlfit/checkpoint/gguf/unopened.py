@@ -20,7 +20,7 @@ from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
-from vlfit.checkpoint.gguf.gguf_vocabulary import no_vocabulary
+from vlfit.checkpoint.gguf.gguf_vocabulary import check_tokenizer, no_vocabulary
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
@@ -155,6 +155,7 @@ def config_of_headers(
     tokens = metadata.get(TOKENS_KEY, [])
     if not isinstance(tokens, list):
         raise no_vocabulary(model)
+    check_tokenizer(model)
     metadata[TOKENS_KEY] = tokens or list(_VISION_TOKENS)
     return read_gguf_config(replace(model, metadata=metadata), mmproj, read)
 
