@@ -400,7 +400,7 @@ class VLM(VisionModel):
             from vlfit.checkpoint.gguf.file_names import with_mmproj
 
             if not isinstance(mmproj, str | Path):
-                raise UsageError(f"mmproj is {mmproj!r}, no path", "Give the path of a GGUF file.")
+                raise UsageError(f"mmproj is {mmproj!r}, not a path", "Give the path of a GGUF file.")
             model = with_mmproj(str(model), mmproj)
         from vlfit.backends.opening import BackendSpec, open_backend
 

@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -100,6 +101,9 @@ DAMAGES = {
     ),
     "one too many in the tower": Damage(
         TOWER, ("v.blk.0.x.weight",), added={"v.blk.0.x.weight": (64,)}, error=SurplusTensor
+    ),
+    "no deepstack": Damage(
+        TOWER, ("clip.vision.is_deepstack_layers is missing",), {"clip.vision.is_deepstack_layers": None}
     ),
     "patches": Damage(TOWER, ("v.patch_embd.weight",), {"clip.vision.patch_size": 14}, error=WrongShape),
     "groups": Damage(
@@ -399,6 +403,16 @@ def test_doctor_calls_a_damaged_vision_tower_so(whole: tuple[Path, Path], tmp_pa
     red = [check for check in check_model(str(model)) if check.level == "red"]
     assert [check.id for check in red] == ["model.file"]
     assert TOWER in red[0].says
+
+
+def test_doctor_counts_later_parts(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Only the first part of a split file names an architecture."""
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    rewritten(whole[0], first, {"split.no": 0, "split.count": 2})
+    second.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    found = [check for check in check_model(str(first)) if check.id == "model.file"]
+    assert [check.level for check in found] == ["green", "green"]
+    assert figures_in(found[1].says.removeprefix(second.name))[:3] == [2, 2, 0]
 
 
 def test_doctor_leaves_other_models_towers_alone(whole: tuple[Path, Path], tmp_path: Path) -> None:

@@ -146,6 +146,13 @@ def test_a_plan_of_what_is_here_needs_no_network(person: Person, hub: Hub) -> No
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_command_without_mmproj_says_how_to_name_one(command: str, person: Person) -> None:
+    done = person.run(command, "--mmproj", "mmproj-F16.gguf")
+    assert done.returncode == 2
+    assert ".gguf+" in done.stderr
+
+
 def test_models_lists_what_others_have(person: Person) -> None:
     shelf = person.home / ".lmstudio" / "models" / "org" / "Q-GGUF"
     write_model(shelf / "Q-Q4_K_M.gguf")
