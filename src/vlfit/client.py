@@ -483,7 +483,7 @@ def choose_model(
     machine = this_computer()
     if device == "cpu":
         machine = replace(machine, gpus=())
-    shelf = read_shelf() if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
+    shelf = read_shelf(machine) if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
     choice = choose_checkpoint(machine, local_models(), kind, shelf.models)
     if not shelf.left:
         return choice

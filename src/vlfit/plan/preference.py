@@ -7,6 +7,7 @@ size of the shared KV cache, and last the prefill chunk, which cost only time.
 
 from collections.abc import Iterable
 
+from vlfit.checkpoint.gguf.file_names import bits_of_type
 from vlfit.checkpoint.quantization import INT4
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import Line, PlanSettings
@@ -21,6 +22,10 @@ AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS = 4096, 1024
 # By how much modelled lines may be wrong. CUDA's context is most of them: the one card that it was measured
 # on took 704 MiB, 15 % more than the 614 MiB assumed for others.
 MODELLED_ERROR = 0.15
+# Of GGUF models, and what most people run without a GPU: a choice.
+_USUAL_TYPE, _USUAL_BITS = "Q4_K_M", 4
+
+WeightsPreference = tuple[bool, bool, int, int]
 
 
 def safety_margin(lines: Iterable[Line]) -> int:
@@ -33,12 +38,23 @@ def modelled_bytes(lines: Iterable[Line]) -> int:
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
 
 
-def weights_preference(model: Model) -> tuple[bool, int]:
+def weights_preference(model: Model) -> WeightsPreference:
+    """Sort key of one model's formats on a CPU; see ``preferred_weights``."""
+    if model.gguf_type:
+        return preferred_weights(model.weights, model.file_bytes, model.gguf_type)
+    return preferred_weights(model.weights, model.weight_bytes)
+
+
+def preferred_weights(weights: str, nbytes: int, gguf_type: str = "") -> WeightsPreference:
     """Sort key of one model's formats on a CPU, the preferred first: fewer bytes are faster there.
 
-    FP8 answers as well as bf16; int4, which is less exact, comes last. The types of a GGUF model are alike.
+    Of a GGUF model's types Q4_K_M comes first, then the others by how near they are to its 4 bits, the larger
+    of two alike. FP8 answers as well as bf16, and both come after the types of 4 bits; int4 comes last, as
+    it is less exact than FP8.
     """
-    return model.weights == INT4, 0 if model.gguf_type else model.weight_bytes
+    if gguf_type:
+        return False, gguf_type != _USUAL_TYPE, abs(bits_of_type(gguf_type) - _USUAL_BITS), -nbytes
+    return weights == INT4, True, 0, nbytes
 
 
 def is_ample(settings: PlanSettings, model: Model) -> bool:

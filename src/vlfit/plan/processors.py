@@ -19,6 +19,7 @@ from vlfit.units import counted, format_bandwidth
 
 # Of models that most laptops are quick enough for: what is recommended where no speed is known. A choice.
 MOST_PARAMETERS = 2_500_000_000
+LEAST_TOKENS_PER_S = 6.0  # of what is recommended where it is: as fast as one reads, a choice
 VERSION = 2  # 1: bandwidth was measured otherwise
 _MOST = 2**16  # bytes of a file; real ones have some hundred
 _CAPABILITY = (99, 0)  # of RAM in place of a card: it has bfloat16 and all kernels

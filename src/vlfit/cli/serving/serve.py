@@ -175,7 +175,7 @@ def _resolved_models(settings: "Settings", names: tuple[str, ...], options: Serv
 
     printer = Printer(quiet=options.quiet or options.json)
     resolved = []
-    for name in names_here(names, printer):
+    for name in names_here(names, printer, settings.device):
         if name == "auto":
             choice = choose_model("native", device=settings.device)
             refuse_mini(choice)
