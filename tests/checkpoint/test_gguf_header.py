@@ -225,6 +225,14 @@ def test_wrong_counts_are_called_so(content: bytes, says: str, figures: list[flo
     assert figures_in(caught.value.message) == figures
 
 
+def test_metadata_and_tensors_may_have_each_others_names(written: Any) -> None:
+    """Only what cannot be read as what it should be tells of a wrong count."""
+    weight = entry("general.sampling.weight", FLOAT32, struct.pack("<f", 0.5))
+    header = read_gguf_header(written(file((_ARCHITECTURE, weight), (tensor("qwen3.a.weight"),))))
+    assert header.metadata["general.sampling.weight"] == 0.5
+    assert list(header.tensors) == ["qwen3.a.weight"]
+
+
 @pytest.mark.parametrize("name", UNKNOWN)
 def test_other_versions_and_types_are_refused(name: str, written: Any) -> None:
     with pytest.raises(UnknownWeightsFormat) as caught:

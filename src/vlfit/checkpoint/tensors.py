@@ -325,7 +325,7 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     dtype that vlfit does not read or config.json does not declare.
     """
     expected = _required_tensors(config, tensors)
-    missing = [name for name in expected if name not in tensors]
+    missing, surplus = _missing_and_surplus(expected, tensors)
     if missing:
         raise MissingTensor(
             f"{len(missing):,} of {len(expected):,} tensors are missing: {first_names(missing)}",
@@ -334,7 +334,6 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape)
     # Ignoring them could run a different model, such as one without its last layers.
-    surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
     if surplus:
         raise SurplusTensor(
             f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
@@ -344,8 +343,13 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
 
 
 def missing_and_surplus(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
-    """Names of tensors that ``config`` calls for but are missing, and of those that it has no use for."""
-    expected = _required_tensors(config, tensors)
+    """Names of the tensors that ``config`` calls for but are missing, and of those that it has no use for."""
+    return _missing_and_surplus(_required_tensors(config, tensors), tensors)
+
+
+def _missing_and_surplus(
+    expected: dict[str, tuple[int, ...]], tensors: dict[str, TensorInfo]
+) -> tuple[list[str], list[str]]:
     missing = [name for name in expected if name not in tensors]
     surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
     return missing, surplus

@@ -200,14 +200,16 @@ class _Parser:
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
-            if key.endswith(_TENSOR_ENDINGS):
+            kind = self._unpack("<I")[0]
+            # Of a tensor the number of dimensions comes there.
+            if key.endswith(_TENSOR_ENDINGS) and 1 <= kind <= MAX_DIMENSIONS:
                 raise self._error(
                     f"counts {num_entries:,} metadata entries in its header, but has {len(metadata):,}: "
                     f"the tensor {key[:80]} follows"
                 )
             if key in metadata:
                 raise self._error(f"has the metadata key {key[:80]!r} twice")
-            metadata[key] = self._value(self._unpack("<I")[0], key)
+            metadata[key] = self._value(kind, key)
         alignment = self._alignment(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         self._require(num_tensors * 24)  # an entry's least size
         keys = (*_KEY_BEGINNINGS, f"{metadata.get('general.architecture', 'general')}.")
@@ -321,7 +323,7 @@ class _Parser:
         ``keys``: how names of metadata begin.
         """
         name = self._string("a tensor's name", MAX_NAME_BYTES)
-        if name.startswith(keys):
+        if name.startswith(keys) and not name.endswith(_TENSOR_ENDINGS):
             raise self._error(
                 f"has more metadata entries than its header counts: {name} comes where a tensor should"
             )
