@@ -134,10 +134,11 @@ def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     [
         (["Q8_0", "Q4_K_M", "Q2_K"], "org/4B-GGUF:Q4_K_M", "org/4B-GGUF:Q8_0"),
         (["Q8_0", "IQ4_XS", "Q5_K_M"], "org/4B-GGUF:IQ4_XS", "org/4B-GGUF:Q5_K_M"),
-        (["Q8_0", "Q3_K_M"], "org/4B-GGUF:Q3_K_M", "org/4B-GGUF:Q8_0"),
+        (["Q8_0", "Q3_K_M"], "org/4B-GGUF:Q8_0", "org/4B-GGUF:Q8_0"),
+        (["Q2_K", "Q3_K_M"], "org/4B-GGUF:Q3_K_M", "org/4B-GGUF:Q3_K_M"),
     ],
 )
-def test_without_a_gpu_the_type_nearest_to_four_bits(kinds: list[str], chosen: str, on_gpu: str) -> None:
+def test_without_a_gpu_the_type_with_the_fewest_bits_from_four_up(kinds: list[str], chosen: str, on_gpu: str) -> None:
     """As with a name that leaves the type open."""
     fast = on_processor(300, 3000, ram=30)
     shelf = [gguf(f"org/4B-GGUF:{kind}", kind) for kind in kinds]

@@ -176,7 +176,7 @@ def test_all_quantizations_on_one_card(hub: Hub, tmp_path: Path, machine: Machin
 def test_without_a_gpu_one_rule_for_pull_plan_and_what_is_here(
     hub: Hub, tmp_path: Path, machine: Machine, free: int, taken: str | None
 ) -> None:
-    """Q4_K_M, else the nearest to 4 bits that fits; if nothing does, pull takes the usual one."""
+    """Q4_K_M, else the fewest bits from 4 up that fit; if nothing does, pull takes the usual one."""
     folder = tmp_path / "files"
     # As F32 is held as it is stored, its workspace is the smallest by 60 MiB.
     for kind, stored in (("Q8_0", "F32"), ("Q4_K_M", "Q8_0"), ("Q4_0", "Q4_0"), ("Q2_K", "Q2_K")):

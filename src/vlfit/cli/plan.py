@@ -504,7 +504,7 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
 def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list[Plan]":
     """The plans that fit for GGUF models on this computer, which count beside the catalog's; best first.
 
-    None if ``wishes`` name another backend, or a weights format.
+    Empty if ``wishes`` name another backend, or a weights format.
     """
     if wishes.weights is not None or wishes.backend not in (None, BackendName.native):
         return []

@@ -279,7 +279,7 @@ def _why_nothing_fits(machine: Machine) -> str:
 
 
 # Why a type was taken by ``type_rank``.
-WITHOUT_GPU = "the one that fits nearest to the usual 4 bits, as without a GPU fewer bytes are faster"
+WITHOUT_GPU = "the usual one that fits, or the fewest bits from 4 up: without a GPU fewer bytes are faster"
 
 
 def type_rank(plan: Plan) -> tuple[Any, ...]:
