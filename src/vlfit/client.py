@@ -480,9 +480,7 @@ def choose_model(
     from vlfit.plan.model_choice import choose_checkpoint
     from vlfit.plan.processors import this_computer
 
-    machine = this_computer()
-    if device == "cpu":
-        machine = replace(machine, gpus=())
+    machine = this_computer(device)
     shelf = read_shelf(machine) if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
     choice = choose_checkpoint(machine, local_models(), kind, shelf.models)
     if not shelf.left:

@@ -121,7 +121,7 @@ def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     shelf = gguf_shelf.read_shelf(DESKTOP, 2)
     assert ([each.name for each in shelf.models], shelf.left) == (["3", "0"], 3)
     monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda machine: shelf)
-    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: DESKTOP)
+    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda device: DESKTOP)
     monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO])
     choice = choose_model()
     assert choice.model in ("3", "0")
@@ -170,7 +170,7 @@ def test_what_may_fit_is_looked_at_first_and_mini_is_no_choice(monkeypatch: pyte
 
 def test_a_model_for_the_processor_is_chosen_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(machine(20000), host=machine(ram=16).host)
-    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: card)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: card)
     monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO, FOUR, EIGHT])
     monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda machine: gguf_shelf.Shelf())
     assert choose_model().model == "org/8B-FP8"

@@ -511,8 +511,9 @@ def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list
     from vlfit.plan.gguf_shelf import read_shelf
     from vlfit.plan.model_choice import type_rank
     from vlfit.plan.planner import find_plan
+    from vlfit.plan.processors import for_device
 
-    shelf = read_shelf(machine if wishes.device is None else replace(machine, gpus=()))
+    shelf = read_shelf(for_device(machine, wishes.device))
     if shelf.left:
         printer.note(f"{shelf.left} GGUF models here were not looked at; vlfit models --all takes the time")
     plans = []

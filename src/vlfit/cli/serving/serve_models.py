@@ -87,9 +87,7 @@ def names_here(names: Sequence[str], printer: "Printer", device: str | None = No
     from vlfit.plan.model_choice import choose_checkpoint, ranked_here
     from vlfit.plan.processors import this_computer
 
-    machine = this_computer()
-    if device == "cpu":
-        machine = replace(machine, gpus=())
+    machine = this_computer(device)
     found, shelf = local_models(), read_shelf(machine, MAX_SECONDS)
     best = choose_checkpoint(machine, found, shelf=shelf.models).model
     here = [each.name for each in ranked_here(machine, found, shelf.models)]
