@@ -13,7 +13,7 @@ import pytest
 
 from tests.damaged_gguf import merges_of, rewritten
 from tests.gguf_files import as_gguf
-from tests.wording import figures_in
+from tests.wording import codes_of, figures_in
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
 from vlfit.checkpoint.gguf.places import FoundModel
@@ -28,15 +28,16 @@ from vlfit.errors import (
     VlfitError,
     WrongShape,
 )
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.survey import survey
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan import gguf_shelf
 from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
 from vlfit.plan.planner import find_plan
-from vlfit.plan.processors import this_computer
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.prompt.builder import PromptBuilder
+from vlfit.units import MIB
 
 MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
 # What no GGUF user has: files and names of safetensors, and the folder that stands for a model.
@@ -388,8 +389,11 @@ def test_a_plan_says_why_a_model_takes_no_pictures(whole: tuple[Path, Path], tmp
         [planned] = find_exact_models(str(model))
         assert planned.vision is None
         assert TOWER in planned.without_tower
-        plan = find_plan([planned], this_computer(), Wishes())
-        assert "without_tower" in [each.code for each in plan.remarks]
+        plan = find_plan([planned], machine_with_card("RTX 5060"), Wishes())
+        assert plan.fits
+        assert "without_tower" in codes_of(plan.remarks)
+        refused = find_plan([planned], machine_with_card("RTX 5060", desktop=8151 * MIB), Wishes())
+        assert (refused.fits, "without_tower" in codes_of(refused.remarks)) == (False, True)
         assert open_checkpoint(model).config.vision is None
         with pytest.raises(CheckpointError):
             open_checkpoint(f"{model}+{tower}")
