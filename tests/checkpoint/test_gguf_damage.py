@@ -13,6 +13,7 @@ import pytest
 
 from tests.damaged_gguf import merges_of, rewritten
 from tests.gguf_files import as_gguf
+from tests.hollow_gguf import TINY, with_vocabulary, write_model
 from tests.wording import codes_of, figures_in
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
@@ -22,6 +23,7 @@ from vlfit.checkpoint.source import ResolvedModel, mini_folder, open_checkpoint
 from vlfit.doctor.model_check import check_model
 from vlfit.errors import (
     CheckpointError,
+    MissingFile,
     MissingTensor,
     SurplusTensor,
     UnknownWeightsFormat,
@@ -239,11 +241,22 @@ def test_more_layers_than_the_file_has(whole: tuple[Path, Path], tmp_path: Path)
     assert figures_in(caught.value.message)[:2] == [each, len(names) + each]
 
 
-@pytest.mark.parametrize("key", ["tokenizer.ggml.model", "tokenizer.ggml.pre"])
-@pytest.mark.parametrize("value", ["bert", None])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.model", "bert"),
+        ("tokenizer.ggml.model", None),
+        ("tokenizer.ggml.pre", "bert"),
+        ("tokenizer.ggml.pre", None),
+        ("tokenizer.ggml.tokens", None),
+        ("tokenizer.ggml.eos_token_id", 10**6),
+        ("tokenizer.ggml.eot_token_id", 10**6),
+    ],
+)
 def test_a_plan_refuses_a_tokenizer_as_opening_does(
-    key: str, value: str | None, whole: tuple[Path, Path], tmp_path: Path
+    key: str, value: object, whole: tuple[Path, Path], tmp_path: Path
 ) -> None:
+    shutil.copy(whole[1], tmp_path / TOWER)
     model = rewritten(whole[0], tmp_path / MODEL, {key: value})
     with pytest.raises(CheckpointError) as opened:
         open_checkpoint(model)
@@ -251,6 +264,31 @@ def test_a_plan_refuses_a_tokenizer_as_opening_does(
         find_exact_models(str(model))
     assert type(planned.value) is type(opened.value)
     assert (planned.value.message, planned.value.hint) == (opened.value.message, opened.value.hint)
+
+
+def test_of_a_long_vocabulary_too(tmp_path: Path) -> None:
+    """One that a plan does not read: the last token is one, what comes behind it is not."""
+    source = write_model(tmp_path / "source.gguf", shapes=with_vocabulary(TINY, 40_000))
+    last = rewritten(source, tmp_path / "last.gguf", {"tokenizer.ggml.eos_token_id": 39_999})
+    assert read_unopened("m", last, None).config.text.vocab_size == 40_000
+    beyond = rewritten(source, tmp_path / "beyond.gguf", {"tokenizer.ggml.eos_token_id": 40_000})
+    with pytest.raises(CheckpointError) as caught:
+        read_unopened("m", beyond, None)
+    assert "tokenizer.ggml.eos_token_id" in caught.value.message
+    assert figures_in(caught.value.message)[-2:] == [40_000, 40_000]
+
+
+def test_a_plan_for_pictures_needs_a_chat_template(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """As answering does; a model of texts continues them."""
+    model = rewritten(whole[0], tmp_path / MODEL, {"tokenizer.chat_template": None})
+    assert find_exact_models(str(model))[0].vision is None
+    shutil.copy(whole[1], tmp_path / TOWER)
+    opened = open_checkpoint(model)
+    with pytest.raises(MissingFile) as asked:
+        PromptBuilder(opened.folder, opened.config)
+    with pytest.raises(MissingFile) as planned:
+        find_exact_models(str(model))
+    assert planned.value.message == asked.value.message
 
 
 def test_no_vocabulary_is_called_so(whole: tuple[Path, Path], tmp_path: Path) -> None:

@@ -66,6 +66,9 @@ _SPLITTINGS = {
 }
 _BYTE_LEVEL_KIND = "gpt2"
 _KINDS = (_BYTE_LEVEL_KIND, "llama")  # ``tokenizer.ggml.model``
+# Of tokenizer_config.json, with the part of their key in ``tokenizer.ggml.*_token_id``.
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NAMED_ENDS = ("eos", "eot", "eom")  # of an answer, likewise
 # Tokens that end an answer in the templates of known models, beside those that the metadata name.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>")
 _SPACE = "\u2581"
@@ -113,25 +116,35 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
     """
     tokens, types = _tokens(model)
     fields = model.fields
-    kind = check_tokenizer(model)
+    kind = check_tokenizer(model, len(tokens))
     tokenizer = (_byte_level if kind == _BYTE_LEVEL_KIND else _sentencepiece)(model, tokens, types)
     special = _special_tokens(fields, tokens)
     bos = special.get("bos_token")
     if bos is not None and _adds_bos(model, kind):
         tokenizer["post_processor"] = _begin_with(bos, tokens.index(bos))
     settings = {**special, "add_bos_token": _adds_bos(model, kind)}
-    template = fields.values.get("tokenizer.chat_template", "")
-    if not isinstance(template, str):
-        raise fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
-    return GGUFVocabulary(tokenizer, settings, _generation(fields, tokens, types), template)
+    return GGUFVocabulary(
+        tokenizer, settings, _generation(fields, tokens, types), chat_template_of(model) or ""
+    )
 
 
-def check_tokenizer(model: GGUFHeader) -> str:
-    """The kind of tokenizer that ``model`` names, by scalars of its metadata alone: ``gpt2`` or ``llama``.
+def chat_template_of(model: GGUFHeader) -> str | None:
+    """The Jinja source of the chat template; None without one. Raises ``CheckpointError`` if it is no text."""
+    template = model.fields.values.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise model.fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
+    return template or None
 
-    Raises ``UnknownArchitecture`` for a tokenizer or pre-tokenizer that vlfit does not know,
-    ``CheckpointError`` if none is named.
+
+def check_tokenizer(model: GGUFHeader, num_tokens: int) -> str:
+    """The kind of tokenizer that ``model`` names: ``gpt2`` or ``llama``.
+
+    Checked is what can be without the texts of the ``num_tokens`` tokens: headers that were skimmed have
+    none. Raises ``UnknownArchitecture`` for a tokenizer or pre-tokenizer that vlfit does not know,
+    ``CheckpointError`` if none is named, there are no tokens, or one beyond the vocabulary is special.
     """
+    if not num_tokens:
+        raise no_vocabulary(model)
     kind = model.fields.text("tokenizer.ggml.model")
     if kind not in _KINDS:
         raise UnknownArchitecture(
@@ -144,6 +157,8 @@ def check_tokenizer(model: GGUFHeader) -> str:
             f"{model.name} {missing}, so how its text is split into tokens is not known",
             f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
         )
+    for key in (*_SPECIAL_TOKENS.values(), *_NAMED_ENDS):
+        _token_id(model.fields, key, num_tokens)
     return kind
 
 
@@ -423,24 +438,23 @@ def _begin_with(text: str, index: int) -> dict[str, Any]:
 
 def _special_tokens(fields: Fields, tokens: list[str]) -> dict[str, str]:
     """Text of each special token by its name in tokenizer_config.json."""
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: _token_id(fields, key, tokens) for name, key in names.items()}
+    ids = {name: _token_id(fields, key, len(tokens)) for name, key in _SPECIAL_TOKENS.items()}
     return {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
 
 
-def _token_id(fields: Fields, key: str, tokens: list[str]) -> int | None:
+def _token_id(fields: Fields, key: str, num_tokens: int) -> int | None:
     name = f"tokenizer.ggml.{key}_token_id"
     if not fields.has(name):
         return None
     index = fields.integer(name, minimum=0)
-    if index >= len(tokens):
-        raise fields.field_error(name, f"is {index}", f"a token below {len(tokens)}")
+    if index >= num_tokens:
+        raise fields.field_error(name, f"is {index}", f"a token below {num_tokens}")
     return index
 
 
 def _generation(fields: Fields, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """The tokens that end an answer, and the recommended sampling (``general.sampling.*``), if any."""
-    named = [_token_id(fields, key, tokens) for key in ("eos", "eot", "eom")]
+    named = [_token_id(fields, key, len(tokens)) for key in _NAMED_ENDS]
     known = [
         tokens.index(text)
         for text in _END_TOKENS
