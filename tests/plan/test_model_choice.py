@@ -138,7 +138,9 @@ def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
         (["Q2_K", "Q3_K_M"], "org/4B-GGUF:Q3_K_M", "org/4B-GGUF:Q3_K_M"),
     ],
 )
-def test_without_a_gpu_the_type_with_the_fewest_bits_from_four_up(kinds: list[str], chosen: str, on_gpu: str) -> None:
+def test_without_a_gpu_the_type_with_the_fewest_bits_from_four_up(
+    kinds: list[str], chosen: str, on_gpu: str
+) -> None:
     """As with a name that leaves the type open."""
     fast = on_processor(300, 3000, ram=30)
     shelf = [gguf(f"org/4B-GGUF:{kind}", kind) for kind in kinds]

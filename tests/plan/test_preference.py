@@ -126,7 +126,6 @@ def test_formats_on_a_processor_by_speed_and_what_is_less_exact_last() -> None:
         ("Q3_K_M", "Q3_K_M", 21),
         ("Q2_K", "Q2_K", 17),
     ]
-    ranked = sorted(
-        reversed(wanted), key=lambda each: preferred_weights(each[0], each[2], gguf_type=each[1])
-    )
+    by_name = sorted(wanted)
+    ranked = sorted(by_name, key=lambda each: preferred_weights(each[0], each[2], gguf_type=each[1]))
     assert ranked == wanted

@@ -51,8 +51,11 @@ def resolve_or_ask(
 
     Downloads nothing itself. A name without a weights format (``4B``) becomes that of one checkpoint
     (``resolve_to_one``). ``files``: those that must be here; None: what the native engine reads. ``device``:
-    ``cpu`` to choose the format for the processor, whatever cards there are. Raises ``NotDownloaded``, with the command to type, if the answer is no or there is no terminal; ``HubError`` if
-    nothing may be downloaded or the disk has too little room; and what ``resolve_name`` raises.
+    ``cpu`` to choose the format for the processor, whatever cards there are.
+
+    Raises ``NotDownloaded``, with the command to type, if the answer is no or there is no terminal;
+    ``HubError`` if nothing may be downloaded or the disk has too little room; and what ``resolve_name``
+    raises.
     """
     from vlfit.checkpoint import hub
 

@@ -110,9 +110,7 @@ class Session:
                 name, self.printer, yes=agreed, backend=self.kind, files=files, device=settings.device
             )
         else:
-            one = resolve_to_one(
-                name, self.printer, backend=self.kind, files=files, device=settings.device
-            )
+            one = resolve_to_one(name, self.printer, backend=self.kind, files=files, device=settings.device)
             name = opening_name(name, one)
         if self.kind == "native" and self._needs_pictures:
             _check_vision(name)

@@ -200,16 +200,16 @@ class _Parser:
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
-            kind = self._unpack("<I")[0]
+            value_type = self._unpack("<I")[0]
             # Of a tensor the number of dimensions comes there.
-            if key.endswith(_TENSOR_ENDINGS) and 1 <= kind <= MAX_DIMENSIONS:
+            if key.endswith(_TENSOR_ENDINGS) and 1 <= value_type <= MAX_DIMENSIONS:
                 raise self._error(
                     f"counts {num_entries:,} metadata entries in its header, but has {len(metadata):,}: "
                     f"the tensor {key[:80]} follows"
                 )
             if key in metadata:
                 raise self._error(f"has the metadata key {key[:80]!r} twice")
-            metadata[key] = self._value(kind, key)
+            metadata[key] = self._value(value_type, key)
         alignment = self._alignment(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         self._require(num_tensors * 24)  # an entry's least size
         keys = (*_KEY_BEGINNINGS, f"{metadata.get('general.architecture', 'general')}.")

@@ -129,7 +129,7 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
 
 
 def chat_template_of(model: GGUFHeader) -> str | None:
-    """The Jinja source of the chat template; None without one. Raises ``CheckpointError`` if it is no text."""
+    """The Jinja source of the chat template; None without one. Raises ``CheckpointError`` for no text."""
     template = model.fields.values.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise model.fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
