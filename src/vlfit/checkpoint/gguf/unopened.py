@@ -134,10 +134,10 @@ def _checkpoint(
     }
     mmproj = tower[0][1][0].header if tower else None
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
+    skipped_tokens = parts[0][1][0].left_out.get(TOKENS_KEY, 0)
     try:
-        left_out_tokens = parts[0][1][0].left_out.get(TOKENS_KEY, 0)
         found = config_of_headers(
-            header, left_out_tokens, mmproj, lambda tensor: _read_by_name(readers, header, tensor)
+            header, skipped_tokens, mmproj, lambda tensor: _read_by_name(readers, header, tensor)
         )
         config, tensors = normalize_gguf(parse_gguf_config(found.config, header, mmproj), *files)
         check_gguf_tensors(config, tensors, *files)
@@ -153,16 +153,16 @@ def _checkpoint(
 
 def config_of_headers(
     model: GGUFHeader,
-    left_out_tokens: int,
+    skipped_tokens: int,
     mmproj: GGUFHeader | None,
     read: Callable[[str], npt.NDArray[np.float32]],
 ) -> GGUFConfig:
-    """Config of a model (``read_gguf_config``), whose header was read without so many tokens."""
+    """Config of a model (``read_gguf_config``) whose header was read without ``skipped_tokens`` tokens."""
     metadata = dict(model.metadata)
     tokens = metadata.get(TOKENS_KEY, [])
     if not isinstance(tokens, list):
         raise no_vocabulary(model)
-    check_tokenizer(model, left_out_tokens or len(tokens))
+    check_tokenizer(model, skipped_tokens or len(tokens))
     metadata[TOKENS_KEY] = tokens or list(_VISION_TOKENS)
     return read_gguf_config(replace(model, metadata=metadata), mmproj, read)
 
