@@ -1,17 +1,21 @@
 """Names of GGUF models that are here: what a shell completes, and the type that a name without one means."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.hollow_gguf import only, write_mmproj, write_model
+from tests.hollow_gguf import TINY, only, write_mmproj, write_model
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends import opening
 from vlfit.backends.opening import BackendSpec
 from vlfit.cli.models import resolve_to_one
 from vlfit.cli.options import complete_model, complete_removable
+from vlfit.cli.plan import _plans_here
 from vlfit.cli.printing import Printer
 from vlfit.machine.cards import machine_with_card
+from vlfit.plan.wishes import Wishes
+from vlfit.units import GIB, MIB
 
 NAME = "org/Q-GGUF"
 
@@ -51,3 +55,16 @@ def test_the_type_is_for_the_device_that_was_asked_for(
     assert resolve_to_one(NAME, Printer(quiet=True), device=device).name == f"{NAME}:{kind}"
     spec = BackendSpec(kind="native", model=NAME, options=EngineOptions(device=device))
     assert opening._one_format(spec) == f"{NAME}:{kind}"
+
+
+def test_a_plan_counts_what_is_here_and_fits(home: Path) -> None:
+    """A model whose layers are to wait in RAM, where there is no room for them, does not."""
+    deep = home / ".lmstudio" / "models" / "org" / "deep-GGUF" / "deep-Q8_0.gguf"
+    write_model(deep, only("Q8_0"), replace(TINY, layers=12))
+    card = machine_with_card("RTX 5060")
+    card = replace(card, host=replace(card.host, ram_available=8 * GIB))
+    wishes, quiet = Wishes(offload=MIB), Printer(quiet=True)
+    assert len(_plans_here(card, Wishes(), quiet)) == 4
+    assert [each.model.name for each in _plans_here(card, wishes, quiet)] == ["lmstudio:org/deep-GGUF:Q8_0"]
+    full = replace(card, host=replace(card.host, ram_available=0))
+    assert _plans_here(full, wishes, quiet) == []

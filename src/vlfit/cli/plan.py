@@ -520,8 +520,8 @@ def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list
     for model in shelf.models:
         try:
             plans.append(find_plan([model], machine, wishes))
-        except UsageError:
-            continue  # as in ``_all_plans``
+        except (UsageError, DoesNotFit):  # a wish that it does not support, or its offloaded layers
+            continue
     return sorted((each for each in plans if each.fits), key=type_rank)
 
 
