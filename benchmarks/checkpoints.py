@@ -6,7 +6,8 @@
 - ``4B-Q4_K_M`` and the like: the same as GGUF, always sparse.
 - the same as safetensors with *random* bytes, where weights have to be read from files.
 
-Tokenizer, chat template and control tokens are mini's, so what such a model says means nothing.
+Tokenizer, chat template and control tokens are mini's, so what such a model says means nothing. Where the
+size of the vocabulary counts, ``use_vocabulary`` puts a true one in its place.
 """
 
 import hashlib
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from benchmarks.harness import ROOT
 from vlfit.checkpoint import catalog
@@ -48,23 +50,25 @@ def find_checkpoint(name: str) -> Path:
     return open_checkpoint(name).folder
 
 
-def checkpoint_of(name: str, folder: Path, *, random: bool = False) -> Path:
+def checkpoint_of(name: str, folder: Path, *, random: bool = False, vocabulary: Path | None = None) -> Path:
     """``SIZE-FORMAT`` (``4B-fp8``) written into ``folder``, sparse or random; else a name or folder.
 
     Parts of ``INT8_PARTS`` in int8 are added as the plan names them: ``8B-int4-E8-H8``. Formats of ``MIXES``
     (``4B-Q4_K_M``) are written as GGUF, always sparse: then the model's file is returned. A checkpoint that
-    is already in ``folder`` is taken as it is.
+    is already in ``folder`` is taken as it is. ``vocabulary``: see ``use_vocabulary``, for what is written.
     """
     size, weights = _split_name(name)
     if weights in MIXES and not Path(name).exists():
         found = sorted((folder / name).glob("model-*.gguf"))
-        return found[0] if found else write_sparse_gguf(folder / name, size, weights)
+        return found[0] if found else write_sparse_gguf(folder / name, size, weights, vocabulary=vocabulary)
     weights, *parts = weights.split("-")
     if weights not in catalog.FORMATS or not set(parts) <= set(INT8_PARTS) or Path(name).exists():
         return locate_or_download(name)[1]
     if not (folder / name).is_dir():
         write = write_random_checkpoint if random else write_sparse_checkpoint
         write(folder / name, size, weights, [INT8_PARTS[part] for part in parts])
+        if vocabulary is not None:
+            use_vocabulary(folder / name, vocabulary)
     return folder / name
 
 
@@ -298,6 +302,33 @@ def _copy_tokenizer(folder: Path, small_model: Path) -> None:
             (folder / name).write_text(json.dumps(settings | {"size": _PIXELS}), "utf-8")
 
 
+def use_vocabulary(folder: Path, tokenizer: Path) -> None:
+    """Replace the vocabulary of the checkpoint in ``folder`` by the file ``tokenizer`` (a tokenizer.json).
+
+    Tokens that the settings name by number (end of a turn, an image) keep their names. Raises ``KeyError`` if
+    the new vocabulary lacks one of them.
+    """
+    old = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    shutil.copyfile(tokenizer, folder / "tokenizer.json")
+    numbers = Tokenizer.from_file(str(tokenizer)).get_vocab()
+
+    def renumbered(value: Any, name: str = "") -> Any:
+        if isinstance(value, dict):
+            return {key: renumbered(each, key) for key, each in value.items()}
+        if isinstance(value, list):
+            return [renumbered(each, name) for each in value]
+        if not name.endswith("token_id") or not isinstance(value, int):
+            return value
+        return numbers[old.id_to_token(value) or ""]
+
+    for file in ("config.json", "generation_config.json"):
+        settings = json.loads((folder / file).read_text("utf-8"))
+        (folder / file).write_text(json.dumps(renumbered(settings), indent=1), "utf-8")
+    settings = json.loads((folder / "tokenizer_config.json").read_text("utf-8"))
+    settings.pop("added_tokens_decoder", None)
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=1), "utf-8")
+
+
 # Types of a GGUF's matrices: most of them, the more exact ones, and embedding and head.
 MIXES = {
     "Q4_K_M": ("Q4_K", "Q6_K", "Q6_K"),
@@ -310,14 +341,19 @@ MIXES = {
 }
 
 
-def write_sparse_gguf(folder: Path, size: str, mix: str, tower: str = "F16") -> Path:
+def write_sparse_gguf(
+    folder: Path, size: str, mix: str, tower: str = "F16", vocabulary: Path | None = None
+) -> Path:
     """Write Qwen3-VL of ``size`` as GGUF files into ``folder``; return the model's file.
 
     ``mix``: one of ``MIXES``, with llama.cpp's rule: values and the feed-forward's output are more exact in
     the first and last eighth of the layers and in every third between. ``tower``: type of the mmproj.
     """
     most, exact, ends = MIXES[mix]
-    source = open_checkpoint(write_sparse_checkpoint(folder / "source", size, catalog.BF16))
+    written = write_sparse_checkpoint(folder / "source", size, catalog.BF16)
+    if vocabulary is not None:
+        use_vocabulary(written, vocabulary)
+    source = open_checkpoint(written)
     layers = source.config.text.num_hidden_layers
 
     def type_of(name: str) -> str:

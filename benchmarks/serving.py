@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
@@ -72,13 +73,20 @@ class MemoryCurve:
 class ServerProcess:
     """A server inside the ``with`` block. ``meter`` None: no GPU, only RAM is watched.
 
-    ``source``: the src folder of another version of vlfit, to run instead of this one's.
+    ``source``: the src folder of another version of vlfit, to run instead of this one's. ``settings``: more
+    environment variables.
 
     ``ready_s``: from the start of the command to the first 200 of /health. ``log``: lines of stderr with the
     seconds since the start.
     """
 
-    def __init__(self, arguments: list[str], meter: GpuMeter | None, source: Path | None = None) -> None:
+    def __init__(
+        self,
+        arguments: list[str],
+        meter: GpuMeter | None,
+        source: Path | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
         self.arguments = arguments
         self.memory = MemoryCurve()
         self.log: deque[tuple[float, str]] = deque(maxlen=LOG_LINES)
@@ -86,6 +94,7 @@ class ServerProcess:
         self.ready_s = 0.0
         self._meter = meter
         self._source = source
+        self._settings = dict(settings or {})
         self._stopping = threading.Event()
 
     def __enter__(self) -> Self:
@@ -153,7 +162,7 @@ class ServerProcess:
         return [f"{at:.2f} {line}" for at, line in self.log if " POST " not in line]
 
     def _environment(self) -> dict[str, str]:
-        variables = environment(PYTHONUNBUFFERED="1")
+        variables = environment(PYTHONUNBUFFERED="1", **self._settings)
         if self._source is not None:
             variables["PYTHONPATH"] = os.pathsep.join([str(self._source), variables["PYTHONPATH"]])
         return variables

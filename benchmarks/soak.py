@@ -339,6 +339,7 @@ def summary(server: ServerProcess, run: SoakRun, options: argparse.Namespace) ->
                 for each in run.moments
                 if each.name not in ("", END)
             },
+            "card_changes": [each for each in server.memory.curve if each[0] > server.ready_s],
             "card_peak": server.memory.peak,
             "resident_peak": server.memory.peak_resident,
             "growth": [growth(before, end) for before in (run.at(READY), settled) if before and end],
@@ -392,6 +393,8 @@ def print_result(result: dict[str, Any], run: SoakRun, server: ServerProcess) ->
     print_table(memory_table(run.moments))
     for line in result["memory"]["growth"]:
         print(line)
+    for seconds, size in result["memory"]["card_changes"]:
+        print(f"card at {seconds:.1f} s: {size / MIB:,.1f} MiB")
     for name, (least, most) in result["memory"]["card"].items():
         print(f"card since {name}: {in_mib(least, 1)} to {in_mib(most, 1)} MiB")
     print(

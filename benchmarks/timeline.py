@@ -1,11 +1,15 @@
-"""The kernels of one decode step on this GPU, by torch's profiler, and what their time goes to.
+"""The kernels of a decode step and of a first token on this GPU, by torch's profiler, and their time.
 
     python -m benchmarks.timeline 4B-int4 8B-int4-E8-H8-V8
+    python -m benchmarks.timeline --at-once 8 4B-int4
     python -m benchmarks.small_card --multiprocessors 30 timeline 4B-int4
 
-One request, 1024x768; weights are zeros of the true shapes. Kernels overlap where one waits for the one
-before, so a kernel's time is from the end of the one before to its own. Times are medians over steps. The
-profiler itself makes a step a few microseconds longer: compare shares, not steps.
+Requests with a picture of 1024x768; weights are zeros of the true shapes. Kernels overlap where one waits for
+the one before, so a kernel's time is from the end of the one before to its own. Times of a step are medians
+over steps. The profiler itself makes a step a few microseconds longer: compare shares, not steps.
+
+A first token's kernels are those of one request from its first kernel to its first token, the picture's and
+the prompt's; a second table has those of a prompt of as many tokens of text alone.
 """
 
 import argparse
@@ -13,7 +17,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -32,6 +36,8 @@ from benchmarks.harness import (
 from benchmarks.sizes import ALL
 
 TOKENS = 24
+WAITING = "(no kernel)"
+_LONGEST, _NAME = 24, 100  # rows of a table of a first token, characters of a kernel's name
 _TIMEOUT_SECONDS = 300.0
 _WORKER = "--worker"
 
@@ -47,16 +53,17 @@ class KernelShare:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel that ran: its name, and when it ended in microseconds."""
+    """A kernel that ran: its name, and when it began and ended in microseconds."""
 
     name: str
+    begin: float
     end: float
 
 
 def main() -> None:
     options = read_options()
     if options.worker:
-        profile(Path(options.worker))
+        profile(Path(options.worker), options.at_once)
         return
     require_gpu("timeline")
     print(f"commit {commit()}; {card()}")
@@ -65,7 +72,8 @@ def main() -> None:
         for name in options.checkpoints:
             path = checkpoint_of(name, Path(folder))
             try:
-                found = run_worker("benchmarks.timeline", _WORKER, str(path), timeout=_TIMEOUT_SECONDS)
+                worker = (_WORKER, str(path), "--at-once", str(options.at_once))
+                found = run_worker("benchmarks.timeline", *worker, timeout=_TIMEOUT_SECONDS)
             except RuntimeError as error:  # the others are measured all the same
                 print(error, file=sys.stderr)
                 failed = True
@@ -79,51 +87,70 @@ def main() -> None:
 def read_options() -> argparse.Namespace:
     parser = argument_parser(__doc__)
     parser.add_argument("checkpoints", nargs="*", default=ALL, metavar="SIZE-FORMAT")
+    parser.add_argument("--at-once", type=int, default=1, metavar="N", help="requests that decode together")
     parser.add_argument(_WORKER, metavar="PATH", help=argparse.SUPPRESS)
     add_json_option(parser)
     return parser.parse_args()
 
 
-def profile(path: Path) -> None:
-    """Load the checkpoint, decode under the profiler, and print what ran as JSON."""
+def profile(path: Path, at_once: int) -> None:
+    """Load the checkpoint, answer requests under the profiler, and print what ran as JSON."""
     import torch
-    from torch._C._autograd import DeviceType
 
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.backends.native import NativeBackend
-    from vlfit.bench.measure import run_requests
+    from vlfit.bench.measure import run_requests as answer
     from vlfit.bench.workload import BenchOptions, make_requests
     from vlfit.checkpoint.source import open_checkpoint
+    from vlfit.engine.execution.warmup import run_requests, text_prompt
     from vlfit.tuning.bandwidth import measure_memory_bandwidth
     from vlfit.tuning.timing import step_bytes
 
     checkpoint = open_checkpoint(path)
-    options = BenchOptions(tokens=TOKENS, batches=(1,), device="cuda")
-    requests = make_requests(checkpoint, options, 1)
+    options = BenchOptions(tokens=TOKENS, batches=(at_once,), device="cuda")
+    requests = make_requests(checkpoint, options, at_once)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     with NativeBackend.load(checkpoint, requests.engine_options(options), None) as backend:
-        for _ in range(3):  # a prompt is captured when its length comes again
-            run_requests(backend, requests.conversations, sampling)
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profiler:
-            run_requests(backend, requests.conversations, sampling)
-            torch.cuda.synchronize()
-        counted = step_bytes(backend.engine)
+        engine = backend.engine
+        text = [(text_prompt(requests.prompt_tokens), 1)]
+        together = kernels_of(lambda: answer(backend, requests.conversations, sampling))
+        alone = kernels_of(lambda: answer(backend, requests.conversations[:1], sampling))
+        prompt = kernels_of(lambda: run_requests(engine, text, params=({"temperature": 0.0},)))
+        counted = step_bytes(engine)
         read = 0.0 if counted is None else counted.total(requests.prompt_tokens + TOKENS / 2)
-    ran = [
-        Kernel(event.name, event.time_range.end)
-        for event in profiler.events()
-        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
-    ]
-    steps = split_steps(sorted(ran, key=lambda kernel: kernel.end))
+    steps = split_steps(together)
+    before = alone[: -len(split_steps(alone)) * (len(split_steps(alone)[0]) - 1)]
     result = {
         "step_us": statistics.median(step[-1].end - step[0].end for step in steps),
         "kernels": [asdict(share) for share in shares(steps)],
         "layer": layer_of(steps),
         "read_bytes": read,
         "read_bytes_per_second": measure_memory_bandwidth(torch.device("cuda", 0)),
+        "first_token": [asdict(share) for share in sums(before)],
+        "first_token_us": before[-1].end - before[0].begin,
+        "prompt": [asdict(share) for share in sums(prompt)],
+        "prompt_us": prompt[-1].end - prompt[0].begin,
     }
     print(json.dumps(result))
+
+
+def kernels_of(call: Callable[[], object]) -> list[Kernel]:
+    """The kernels that ``call`` runs, in order of their ends, the fourth time that it is called."""
+    import torch
+    from torch._C._autograd import DeviceType
+
+    for _ in range(3):  # a prompt is captured when its length comes again
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        call()
+        torch.cuda.synchronize()
+    ran = [
+        Kernel(event.name, event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA and not event.name.startswith(("Memcpy", "Memset"))
+    ]
+    return sorted(ran, key=lambda kernel: kernel.end)
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
@@ -156,6 +183,18 @@ def shares(steps: Sequence[Sequence[Kernel]]) -> list[KernelShare]:
     return sorted(found, key=lambda share: -share.microseconds)
 
 
+def sums(kernels: Sequence[Kernel]) -> list[KernelShare]:
+    """Each kernel's part of ``kernels``, which ran once, the longest first; what the card waits is a part."""
+    times: dict[str, list[float]] = {}
+    ends = kernels[0].begin
+    for kernel in kernels:
+        times.setdefault(WAITING, []).append(max(kernel.begin - ends, 0.0))
+        times.setdefault(kernel.name, []).append(kernel.end - max(kernel.begin, ends))
+        ends = kernel.end
+    found = [KernelShare(name, len(each), sum(each)) for name, each in times.items()]
+    return sorted(found, key=lambda share: -share.microseconds)
+
+
 def layer_of(steps: Sequence[Sequence[Kernel]]) -> list[tuple[str, float]]:
     """The kernels of a layer in the middle of the model, in order, with their microseconds.
 
@@ -182,6 +221,12 @@ def print_run(name: str, found: dict[str, Any]) -> None:
         part = share["microseconds"] / found["step_us"]
         print_row([share["name"], str(share["launches"]), f"{share['microseconds']:,.1f}", f"{part:.1%}"])
     print("one layer: " + ", ".join(f"{kernel} {time:.1f}" for kernel, time in found["layer"]))
+    for part in ("first_token", "prompt"):
+        print(f"\n{name}, {part.replace('_', ' ')}: {found[f'{part}_us'] / 1e3:,.2f} ms on the card")
+        print_row(["kernel", "launches", "ms"])
+        print_row(["---"] * 3)
+        for share in found[part][:_LONGEST]:
+            print_row([share["name"][:_NAME], str(share["launches"]), f"{share['microseconds'] / 1e3:.2f}"])
 
 
 if __name__ == "__main__":

@@ -156,7 +156,10 @@ def finished_run(**changes: Any) -> tuple[Any, soak.SoakRun, Any]:
         "steps": {},
     }
     memory = SimpleNamespace(
-        range_since=lambda _: (5700 * MIB, state["most"]), peak=state["most"], peak_resident=state["resident"]
+        range_since=lambda _: (5700 * MIB, state["most"]),
+        curve=[],
+        peak=state["most"],
+        peak_resident=state["resident"],
     )
     server = SimpleNamespace(
         memory=memory,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.timeline import Kernel, layer_of, shares, split_steps
+from benchmarks.timeline import WAITING, Kernel, layer_of, shares, split_steps, sums
 
 LAYER = ["paged_decode_kernel", "output", "down", "qkv"]
 STEP = [*LAYER * 4, "head", "draw"]
@@ -13,13 +13,14 @@ def kernels(names: list[str]) -> list[Kernel]:
     found, end = [], 0.0
     for index, name in enumerate(names):
         end += 1 + index % len(STEP)
-        found.append(Kernel(name, end))
+        found.append(Kernel(name, end - 1, end))
     return found
 
 
 def test_steps_are_what_repeats_at_the_end() -> None:
     prompt = kernels(["prompt"] * len(STEP))
-    decoding = [Kernel(each.name, each.end + prompt[-1].end) for each in kernels(STEP * 5)]
+    later = prompt[-1].end
+    decoding = [Kernel(each.name, each.begin + later, each.end + later) for each in kernels(STEP * 5)]
     steps = split_steps([*prompt, *decoding])
     assert len(steps) == 5
     assert [kernel.name for kernel in steps[2]] == ["draw", *STEP]
@@ -33,6 +34,12 @@ def test_shares_add_up_and_a_layer_is_whole() -> None:
     assert found["down"].microseconds == 3 + 7 + 11 + 15
     assert sum(share.microseconds for share in found.values()) == sum(range(1, len(STEP) + 1))
     assert [name for name, _ in layer_of(steps)] == LAYER
+
+
+def test_sums_add_up_where_kernels_overlap_or_wait() -> None:
+    ran = [Kernel("a", 10, 14), Kernel("b", 13, 16), Kernel("a", 20, 21), Kernel("c", 18, 25)]
+    found = {share.name: (share.launches, share.microseconds) for share in sums(ran)}
+    assert found == {"a": (2, 5), "b": (1, 2), "c": (1, 4), WAITING: (4, 4)}
 
 
 @pytest.mark.parametrize("names", [[], ["a"], ["a", "b", "c", "d", "e"], ["a", "a", "b"]])
