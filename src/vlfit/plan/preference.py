@@ -52,8 +52,8 @@ def preferred_weights(weights: str, nbytes: int, gguf_type: str = "") -> Weights
     - Q4_K_M, then GGUF's other types of 4 bits: 2B in Q4_K_M writes 1.3 times as many tokens/s as in FP8 or
       Q8_0, and these 1.5 times as many as bf16 (docs/log.md, 2026-11-23).
     - Then what has more bits, the fewest first: FP8 with GGUF's types of 8, bf16 with those of 16.
-    - Then what is less exact: int4, as fast as Q4_K_M but with scales for 128 weights, and GGUF's types of 3
-      bits, 2 and 1, whose speeds were not measured.
+    - Then what is less exact: int4, as fast as Q4_K_M, whose more important weights have 6 bits, and
+      GGUF's types of 3 bits, 2 and 1, whose speeds were not measured.
 
     Of two alike in GGUF the larger, which is more exact; else the smaller, which answers as well.
     """
