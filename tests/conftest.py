@@ -42,7 +42,14 @@ _FOLDER = Path(tempfile.gettempdir()) / f"vlfit-tests-{os.getpid()}"
 for _name, _folder in {"VLFIT_HOME": "home", "XDG_RUNTIME_DIR": "run", "XDG_STATE_HOME": "state"}.items():
     os.environ[_name] = str(_FOLDER / _folder)
 if "PYTEST_XDIST_WORKER" not in os.environ:
-    os.environ["XDG_CACHE_HOME"] = str(_FOLDER / "cache")
+    # A home of nobody: no test depends on models that lie in the folders of LM Studio, Ollama, llama.cpp and
+    # the hub. What triton compiled for a GPU, which takes minutes, is kept where it was.
+    os.environ.setdefault("TRITON_HOME", str(Path.home()))
+    for _name, _folder in {"HOME": "user", "XDG_CACHE_HOME": "cache"}.items():
+        os.environ[_name] = str(_FOLDER / _folder)
+    Path(os.environ["HOME"]).mkdir(parents=True)
+    for _name in ("OLLAMA_MODELS", "LLAMA_CACHE", "HF_HOME", "HF_HUB_CACHE"):
+        os.environ.pop(_name, None)
     if (_compiler := find_c_compiler()) is not None:
         os.environ["CC"] = str(write_caching_compiler(_FOLDER / "compiler", _compiler))
 # Before anything imports triton: without an NVIDIA GPU (or WSL2's window to one) its kernels are interpreted.
@@ -66,6 +73,17 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
         return build_tiny(name, root / name)
 
     return build
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _no_models_of_others() -> Iterator[None]:
+    """None of Ollama's service, nor of the users of Windows under WSL2, whose folders no variable names."""
+    from vlfit.checkpoint.gguf import places
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(places, "OLLAMA_SERVICE", ())
+        patch.setattr(places, "WINDOWS_USERS", Path("/nowhere"))
+        yield
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -206,6 +206,8 @@ def test_what_cannot_be_opened(tmp_path: Path) -> None:
         VLM(tmp_path)
     with pytest.raises(UsageError):
         VLM(tmp_path, context=-1)
+    with pytest.raises(UsageError):
+        VLM("mini", mmproj=5)  # type: ignore[arg-type]
     with pytest.raises(ServerUnreachable):
         Client("http://127.0.0.1:9")
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pwd
 import re
 import shlex
 import shutil
@@ -164,7 +165,9 @@ def builder() -> str | None:
 
 
 @pytest.fixture
-def engine() -> str:
+def engine(monkeypatch: pytest.MonkeyPatch) -> str:
+    # Images are kept in the home of whoever tests: tests have another.
+    monkeypatch.setenv("HOME", pwd.getpwuid(os.getuid()).pw_dir)
     name = builder()
     if name is None:
         pytest.skip("no podman, and no docker with its engine")

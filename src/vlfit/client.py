@@ -399,6 +399,8 @@ class VLM(VisionModel):
         if mmproj is not None:
             from vlfit.checkpoint.gguf.file_names import with_mmproj
 
+            if not isinstance(mmproj, str | Path):
+                raise UsageError(f"mmproj is {mmproj!r}, not a path", "Give the path of a GGUF file.")
             model = with_mmproj(str(model), mmproj)
         from vlfit.backends.opening import BackendSpec, open_backend
 
@@ -478,10 +480,8 @@ def choose_model(
     from vlfit.plan.model_choice import choose_checkpoint
     from vlfit.plan.processors import this_computer
 
-    machine = this_computer()
-    if device == "cpu":
-        machine = replace(machine, gpus=())
-    shelf = read_shelf() if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
+    machine = this_computer(device)
+    shelf = read_shelf(machine) if backend == "native" else Shelf()  # vLLM reads no GGUF of a vision model
     choice = choose_checkpoint(machine, local_models(), kind, shelf.models)
     if not shelf.left:
         return choice

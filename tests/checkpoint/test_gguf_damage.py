@@ -2,6 +2,7 @@
 
 import re
 import shutil
+import struct
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from tests.damaged_gguf import merges_of, rewritten
 from tests.gguf_files import as_gguf
+from tests.hollow_gguf import TINY, with_vocabulary, write_model
+from tests.wording import codes_of, figures_in
 from vlfit.checkpoint.gguf.gguf_header import read_gguf_header
 from vlfit.checkpoint.gguf.gguf_vocabulary import read_vocabulary
 from vlfit.checkpoint.gguf.places import FoundModel
@@ -20,21 +23,23 @@ from vlfit.checkpoint.source import ResolvedModel, mini_folder, open_checkpoint
 from vlfit.doctor.model_check import check_model
 from vlfit.errors import (
     CheckpointError,
+    MissingFile,
     MissingTensor,
     SurplusTensor,
     UnknownWeightsFormat,
     VlfitError,
     WrongShape,
 )
+from vlfit.machine.cards import machine_with_card
 from vlfit.machine.survey import survey
 from vlfit.models.registry import read_image_processor_config
 from vlfit.plan import gguf_shelf
 from vlfit.plan.model_lookup import find_exact_models, found_gguf_model
 from vlfit.plan.planner import find_plan
-from vlfit.plan.processors import this_computer
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 from vlfit.prompt.builder import PromptBuilder
+from vlfit.units import MIB
 
 MODEL, TOWER = "m.gguf", "mmproj-m.gguf"
 # What no GGUF user has: files and names of safetensors, and the folder that stands for a model.
@@ -99,6 +104,9 @@ DAMAGES = {
     ),
     "one too many in the tower": Damage(
         TOWER, ("v.blk.0.x.weight",), added={"v.blk.0.x.weight": (64,)}, error=SurplusTensor
+    ),
+    "no deepstack": Damage(
+        TOWER, ("clip.vision.is_deepstack_layers is missing",), {"clip.vision.is_deepstack_layers": None}
     ),
     "patches": Damage(TOWER, ("v.patch_embd.weight",), {"clip.vision.patch_size": 14}, error=WrongShape),
     "groups": Damage(
@@ -193,6 +201,111 @@ def test_errors_name_the_file_and_what_it_has(name: str, whole: tuple[Path, Path
     check_words(caught.value, damage)
     checks = {check.id: check for check in check_model(pair)}
     assert (checks["model"].level, checks["model.file"].level) == ("red", "green")
+
+
+@pytest.mark.parametrize(
+    "name", ["missing", "one too many", "missing in the tower", "one too many in the tower"]
+)
+def test_tensors_are_counted_as_the_file_has_them(
+    name: str, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    damage = DAMAGES[name]
+    model = damaged(whole, tmp_path / "files", damage)
+    there = len(gguf.GGUFReader(model.with_name(damage.file)).tensors)
+    with pytest.raises(damage.error) as caught:
+        open_checkpoint(f"{model}+{model.with_name(TOWER)}")
+    wanted = there + 1 if damage.error is MissingTensor else there
+    assert figures_in(caught.value.message)[:2] == [1, wanted]
+
+
+def test_fewer_layers_than_the_file_has(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Tensors of quantized weights count once, and are named in the order of the file."""
+    names = [tensor.name for tensor in gguf.GGUFReader(whole[0]).tensors]
+    layers = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("blk."))
+    surplus = [name for name in names if name.startswith(f"blk.{layers - 1}.")]
+    model = rewritten(whole[0], tmp_path / MODEL, {"qwen3vl.block_count": layers - 1})
+    with pytest.raises(SurplusTensor) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message)[:2] == [len(surplus), len(names)]
+    named = re.findall(r"blk\.[\w.]+\w", caught.value.message)
+    assert named == surplus[:3]
+
+
+def test_more_layers_than_the_file_has(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    names = [tensor.name for tensor in gguf.GGUFReader(whole[0]).tensors]
+    layers = 1 + max(int(name.split(".")[1]) for name in names if name.startswith("blk."))
+    each = sum(name.startswith("blk.0.") for name in names)
+    model = rewritten(whole[0], tmp_path / MODEL, {"qwen3vl.block_count": layers + 1})
+    with pytest.raises(MissingTensor) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message)[:2] == [each, len(names) + each]
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tokenizer.ggml.model", "bert"),
+        ("tokenizer.ggml.model", None),
+        ("tokenizer.ggml.pre", "bert"),
+        ("tokenizer.ggml.pre", None),
+        ("tokenizer.ggml.tokens", None),
+        ("tokenizer.ggml.eos_token_id", 10**6),
+        ("tokenizer.ggml.eot_token_id", 10**6),
+    ],
+)
+def test_a_plan_refuses_a_tokenizer_as_opening_does(
+    key: str, value: object, whole: tuple[Path, Path], tmp_path: Path
+) -> None:
+    shutil.copy(whole[1], tmp_path / TOWER)
+    model = rewritten(whole[0], tmp_path / MODEL, {key: value})
+    with pytest.raises(CheckpointError) as opened:
+        open_checkpoint(model)
+    with pytest.raises(CheckpointError) as planned:
+        find_exact_models(str(model))
+    assert type(planned.value) is type(opened.value)
+    assert (planned.value.message, planned.value.hint) == (opened.value.message, opened.value.hint)
+
+
+def test_of_a_long_vocabulary_too(tmp_path: Path) -> None:
+    """One that a plan does not read: the last token is one, what comes behind it is not."""
+    source = write_model(tmp_path / "source.gguf", shapes=with_vocabulary(TINY, 40_000))
+    last = rewritten(source, tmp_path / "last.gguf", {"tokenizer.ggml.eos_token_id": 39_999})
+    assert read_unopened("m", last, None).config.text.vocab_size == 40_000
+    beyond = rewritten(source, tmp_path / "beyond.gguf", {"tokenizer.ggml.eos_token_id": 40_000})
+    with pytest.raises(CheckpointError) as caught:
+        read_unopened("m", beyond, None)
+    assert "tokenizer.ggml.eos_token_id" in caught.value.message
+    assert figures_in(caught.value.message)[-2:] == [40_000, 40_000]
+
+
+def test_a_plan_for_pictures_needs_a_chat_template(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """As answering does; a model of texts continues them."""
+    model = rewritten(whole[0], tmp_path / MODEL, {"tokenizer.chat_template": None})
+    assert find_exact_models(str(model))[0].vision is None
+    shutil.copy(whole[1], tmp_path / TOWER)
+    opened = open_checkpoint(model)
+    with pytest.raises(MissingFile) as asked:
+        PromptBuilder(opened.folder, opened.config)
+    with pytest.raises(MissingFile) as planned:
+        find_exact_models(str(model))
+    assert planned.value.message == asked.value.message
+
+
+def test_no_vocabulary_is_called_so(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    shutil.copy(whole[1], tmp_path / TOWER)
+    model = rewritten(whole[0], tmp_path / MODEL, {"tokenizer.ggml.tokens": None})
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    assert "tokenizer.ggml.tokens" in caught.value.message
+    assert "<|image_pad|>" not in caught.value.message
+
+
+def test_of_a_part_the_metadata_and_the_name_are_compared(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    parts = {"split.no": 0, "split.count": 3}
+    model = rewritten(whole[0], tmp_path / MODEL, parts)
+    with pytest.raises(CheckpointError) as caught:
+        open_checkpoint(model)
+    assert figures_in(caught.value.message) == [1, 3, 1, 1]
 
 
 def test_of_a_text_model_fields_have_no_section(whole: tuple[Path, Path], tmp_path: Path) -> None:
@@ -314,8 +427,11 @@ def test_a_plan_says_why_a_model_takes_no_pictures(whole: tuple[Path, Path], tmp
         [planned] = find_exact_models(str(model))
         assert planned.vision is None
         assert TOWER in planned.without_tower
-        plan = find_plan([planned], this_computer(), Wishes())
-        assert "without_tower" in [each.code for each in plan.remarks]
+        plan = find_plan([planned], machine_with_card("RTX 5060"), Wishes())
+        assert plan.fits
+        assert "without_tower" in codes_of(plan.remarks)
+        refused = find_plan([planned], machine_with_card("RTX 5060", desktop=8151 * MIB), Wishes())
+        assert (refused.fits, "without_tower" in codes_of(refused.remarks)) == (False, True)
         assert open_checkpoint(model).config.vision is None
         with pytest.raises(CheckpointError):
             open_checkpoint(f"{model}+{tower}")
@@ -329,6 +445,16 @@ def test_doctor_calls_a_damaged_vision_tower_so(whole: tuple[Path, Path], tmp_pa
     red = [check for check in check_model(str(model)) if check.level == "red"]
     assert [check.id for check in red] == ["model.file"]
     assert TOWER in red[0].says
+
+
+def test_doctor_counts_later_parts(whole: tuple[Path, Path], tmp_path: Path) -> None:
+    """Only the first part of a split file names an architecture."""
+    first, second = (tmp_path / f"m-0000{number}-of-00002.gguf" for number in (1, 2))
+    rewritten(whole[0], first, {"split.no": 0, "split.count": 2})
+    second.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
+    found = [check for check in check_model(str(first)) if check.id == "model.file"]
+    assert [check.level for check in found] == ["green", "green"]
+    assert figures_in(found[1].says.removeprefix(second.name))[:3] == [2, 2, 0]
 
 
 def test_doctor_leaves_other_models_towers_alone(whole: tuple[Path, Path], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 
+from tests.wording import figures_in
 from vlfit.checkpoint.gguf import gguf_header
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, NeedMoreBytes, read_gguf_header
 from vlfit.errors import BrokenShard, MissingFile, UnknownWeightsFormat, VlfitError
@@ -200,6 +201,36 @@ def test_damaged_files_are_refused(name: str, written: Any) -> None:
     assert caught.value.code == "checkpoint_error"
     assert "model.gguf" in caught.value.message
     assert caught.value.hint
+
+
+_ARCHITECTURE = entry("general.architecture", STRING, text("qwen3"))
+_MORE = entry("qwen3.block_count", UINT32, struct.pack("<I", 2))
+_TEMPLATE = entry("tokenizer.chat_template", STRING, text("{{ messages }}"))
+
+
+@pytest.mark.parametrize(
+    ("content", "says", "figures"),
+    [
+        (file((_ARCHITECTURE, _MORE), (tensor(),), counts=(1, 1)), "qwen3.block_count", []),
+        (file((_ARCHITECTURE, _TEMPLATE), (tensor(),), counts=(1, 1)), "tokenizer.chat_template", []),
+        (file((_ARCHITECTURE,), (tensor("a.weight"),), counts=(1, 2)), "a.weight", [2, 1]),
+        (file((_ARCHITECTURE,), (tensor("a.weight", (32, 2, 1)),), counts=(2, 1)), "", [2, 1]),
+    ],
+    ids=["an entry too few", "a text too few", "an entry too many", "a tensor too many"],
+)
+def test_wrong_counts_are_called_so(content: bytes, says: str, figures: list[float], written: Any) -> None:
+    with pytest.raises(BrokenShard) as caught:
+        read_gguf_header(written(content))
+    assert says in caught.value.message
+    assert figures_in(caught.value.message) == figures
+
+
+def test_metadata_and_tensors_may_have_each_others_names(written: Any) -> None:
+    """Only what cannot be read as what it should be tells of a wrong count."""
+    weight = entry("general.sampling.weight", FLOAT32, struct.pack("<f", 0.5))
+    header = read_gguf_header(written(file((_ARCHITECTURE, weight), (tensor("qwen3.a.weight"),))))
+    assert header.metadata["general.sampling.weight"] == 0.5
+    assert list(header.tensors) == ["qwen3.a.weight"]
 
 
 @pytest.mark.parametrize("name", UNKNOWN)

@@ -13,7 +13,7 @@ import pytest
 from tests.hollow_gguf import Shapes, only, write_mmproj, write_model
 from tests.wording import figures_in
 from vlfit.checkpoint.gguf import places
-from vlfit.checkpoint.gguf.file_names import split_parts, with_mmproj
+from vlfit.checkpoint.gguf.file_names import best_mmproj, split_parts, with_mmproj
 from vlfit.checkpoint.gguf.places import FoundModel, found_models, name_in_program
 from vlfit.checkpoint.removal import find_removable, remove_model
 from vlfit.checkpoint.source import locate_or_download, open_checkpoint, resolve_name
@@ -357,6 +357,51 @@ def test_names_that_are_not_there_come_with_those_that_are(home: Path) -> None:
     assert "ollama:qwen3-vl:4b" in caught.value.hint
     with pytest.raises(MissingFile, match="qwen3-vl:4b"):
         resolve_name("ollama:qwen3-vl:4b")
+
+
+def test_of_names_nearby_those_that_can_run_are_shown(home: Path) -> None:
+    root = home / ".ollama" / "models"
+    ollama_blob(root, DIGESTS["a"])
+    ollama_manifest(root, "registry.ollama.ai/library/qwen3-vl/4b", ("model", DIGESTS["a"], 10))
+    ollama_manifest(root, "registry.ollama.ai/library/qwen3-vl/8c", ("model", DIGESTS["b"], 10))  # no blob
+    with pytest.raises(NotACheckpoint) as caught:
+        resolve_name("ollama:qwen3-vl:8b")
+    assert "ollama:qwen3-vl:4b" in caught.value.hint
+    assert "ollama:qwen3-vl:8c" not in caught.value.hint
+
+
+def test_a_type_that_is_not_here_is_said_to_be_missing_offline(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    hub_repository(home, "org/Q-GGUF", "Q-Q4_K_M.gguf")
+    with pytest.raises(NotDownloaded) as caught:
+        locate_or_download("org/Q-GGUF:Q6_K")
+    assert "org/Q-GGUF:Q6_K" in caught.value.message
+    assert "HF_HUB_OFFLINE" in caught.value.hint
+
+
+def test_a_part_of_too_many_may_be_a_whole_file(tmp_path: Path) -> None:
+    with pytest.raises(NotACheckpoint) as caught:
+        split_parts(put(tmp_path / "mini-00001-of-99999.gguf"))
+    assert figures_in(caught.value.message)[-2:] == [1, 99_999]
+    assert figures_in(caught.value.hint) == [999]
+    with pytest.raises(NotACheckpoint) as caught:
+        split_parts(put(tmp_path / "mini-00003-of-00002.gguf"))
+    assert figures_in(caught.value.message)[-2:] == [3, 2]
+    assert figures_in(caught.value.hint) == []
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_0", "Q8_0", "F32"])
+def test_the_type_of_a_vision_tower_is_no_likeness(kind: str) -> None:
+    """Of one model's towers the one in 16 bits, whatever letters its type shares with the model's."""
+    towers = [
+        "mmproj-mini-F32.gguf",
+        "mmproj-mini-Q8_0.gguf",
+        "mmproj-mini-F16.gguf",
+        "mmproj-maxi-BF16.gguf",
+    ]
+    assert best_mmproj(f"mini-{kind}.gguf", towers) == "mmproj-mini-F16.gguf"
 
 
 def test_a_type_of_a_repository_is_found_wherever_it_is(home: Path) -> None:

@@ -36,6 +36,14 @@ def test_not_in_the_cache_gives_its_cause() -> None:
     assert isinstance(found, HubUnreachable)
 
 
+def test_asking_for_a_list_is_no_download_to_resume() -> None:
+    error = TimeoutError("10 s passed")
+    download, asked = hub_error(error, "org/model"), hub_error(error, "org/model", resumes=False)
+    assert type(asked) is type(download) is HubUnreachable
+    assert "TimeoutError: 10 s passed" in asked.message
+    assert download.hint.removeprefix(asked.hint).strip()  # says more
+
+
 def test_every_failure_is_a_hub_error() -> None:
     assert isinstance(hub_error(RuntimeError("?"), "org/model@v1"), HubError)
 

@@ -146,6 +146,13 @@ def test_a_plan_of_what_is_here_needs_no_network(person: Person, hub: Hub) -> No
     assert hub.requests == []
 
 
+@pytest.mark.parametrize("command", ["plan", "doctor"])
+def test_a_command_without_mmproj_says_how_to_name_one(command: str, person: Person) -> None:
+    done = person.run(command, "--mmproj", "mmproj-F16.gguf")
+    assert done.returncode == 2
+    assert ".gguf+" in done.stderr
+
+
 def test_models_lists_what_others_have(person: Person) -> None:
     shelf = person.home / ".lmstudio" / "models" / "org" / "Q-GGUF"
     write_model(shelf / "Q-Q4_K_M.gguf")
@@ -227,6 +234,41 @@ def test_mini_as_gguf_answers_as_mini_does(person: Person, tmp_path: Path) -> No
     found = person.run(*question, "-m", "mini.gguf", "--mmproj", "tower.gguf")
     assert found.returncode == 0, found.stderr
     assert found.stdout == expected.stdout
+
+
+def test_what_ollama_has_is_used_without_a_name(person: Person, tmp_path: Path) -> None:
+    """By commands that describe, by the plan, and by a server of all models."""
+    from vlfit.checkpoint.source import mini_folder
+
+    store = person.home / ".ollama" / "models"
+    (store / "blobs").mkdir(parents=True)
+    layers = []
+    for kind, file, letter in zip(
+        ("model", "projector"), as_gguf(mini_folder(), tmp_path / "gguf"), "ab", strict=True
+    ):
+        assert file is not None
+        layer = {"mediaType": f"application/vnd.ollama.image.{kind}", "digest": f"sha256:{letter * 64}"}
+        layers.append(layer | {"size": file.stat().st_size})
+        shutil.move(file, store / "blobs" / f"sha256-{letter * 64}")
+    manifest = store / "manifests" / "registry.ollama.ai" / "library" / "small" / "latest"
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text(json.dumps({"layers": layers}))
+    assert person.run("convert", "mini", "--to", "gguf", "-w", "q8_0", "-q").returncode == 0
+    name = "ollama:small:latest"
+    question = ("ask", "What is this?", "--device", "cpu", "--max-tokens", "8", "--temperature", "0")
+    found = person.run(*question)
+    assert found.returncode == 0, found.stderr
+    assert name in found.stderr
+    assert found.stdout == person.run(*question, "-m", "mini").stdout
+    facts = json.loads(person.run("plan", "--device", "cpu", "--json").stdout)
+    (planned,) = [each for each in facts["plans"] if each["model"] == name]
+    assert (planned["fits"], planned["settings"]["weights"]) == (True, "F32")
+    names = [each["model"] for each in facts["plans"]]
+    assert not [each for each in names if "mini-Q8_0" in each]  # its copies have to be named
+    elsewhere = json.loads(person.run("plan", *CARD, "--json").stdout)
+    assert name not in [each["model"] for each in elsewhere["plans"]]
+    fp8 = json.loads(person.run("plan", "--device", "cpu", "--weights", "fp8", "--json").stdout)
+    assert name not in [each["model"] for each in fp8["plans"]]
 
 
 def test_a_misfit_beside_a_model_blocks_no_text(person: Person, tmp_path: Path) -> None:

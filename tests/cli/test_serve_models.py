@@ -3,6 +3,7 @@
 import json
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,13 @@ import pytest
 
 from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
+from tests.hollow_gguf import TINY, only, write_mmproj, write_model
 from tests.programs import Program, run_program
 from tests.wording import figures_in
+from vlfit.checkpoint.source import resolve_name
 from vlfit.cli.printing import Printer
 from vlfit.cli.serving.serve_models import MAX_MODELS, names_here, split_names
+from vlfit.client import choose_model
 from vlfit.errors import UsageError
 
 CARD = ("--gpu", "RTX 5060", "--desktop", "951MiB")
@@ -77,6 +81,24 @@ def test_all_here_is_no_way_to_mini(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatc
     assert ended.code == 2
     assert "-m mini" in ended.err
     assert names_here(["mini", "all-here"], Printer(quiet=True)) == ["mini"]
+
+
+def test_all_here_has_gguf_models_with_a_tower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """In the order in which a command without a name would take them; each name opens its model."""
+    for variable in ("HOME", "HF_HOME", "VLFIT_HOME"):
+        monkeypatch.setenv(variable, str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    folder = tmp_path / ".lmstudio" / "models" / "org"
+    for kind in ("Q8_0", "Q4_0"):
+        write_model(folder / "Q-GGUF" / f"Q-{kind}.gguf", only(kind))
+    write_mmproj(folder / "Q-GGUF" / "mmproj-F16.gguf")
+    write_model(folder / "text-GGUF" / "text-Q4_0.gguf", only("Q4_0"))
+    write_model(folder / "larger-GGUF" / "larger-Q8_0.gguf", only("Q8_0"), replace(TINY, layers=3))
+    write_mmproj(folder / "larger-GGUF" / "mmproj-F16.gguf")
+    names = names_here(["all-here"], Printer(quiet=True), "cpu")
+    assert names == [f"lmstudio:org/{each}" for each in ("larger-GGUF:Q8_0", "Q-GGUF:Q4_0", "Q-GGUF:Q8_0")]
+    assert choose_model(device="cpu").model == names[0]
+    assert [resolve_name(each)[0].name for each in names] == names
 
 
 def test_names_are_taken_once_and_bounded() -> None:

@@ -118,10 +118,10 @@ def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("vlfit.plan.gguf_shelf.time", SimpleNamespace(monotonic=lambda: next(clock)))
     monkeypatch.setattr(gguf_shelf, "found_models", lambda: [*found, replace(found[0], problem="no")])
     monkeypatch.setattr(gguf_shelf, "found_gguf_model", lambda each: gguf(each.name, "Q4_K_M"))
-    shelf = gguf_shelf.read_shelf(2)
+    shelf = gguf_shelf.read_shelf(DESKTOP, 2)
     assert ([each.name for each in shelf.models], shelf.left) == (["3", "0"], 3)
-    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda: shelf)
-    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: DESKTOP)
+    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda machine: shelf)
+    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda device: DESKTOP)
     monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO])
     choice = choose_model()
     assert choice.model in ("3", "0")
@@ -129,11 +129,52 @@ def test_a_shelf_takes_no_longer_than_it_may(monkeypatch: pytest.MonkeyPatch) ->
     assert choose_model("vllm").model == "org/2B-FP8"
 
 
+@pytest.mark.parametrize(
+    ("kinds", "chosen", "on_gpu"),
+    [
+        (["Q8_0", "Q4_K_M", "Q2_K"], "org/4B-GGUF:Q4_K_M", "org/4B-GGUF:Q8_0"),
+        (["Q8_0", "IQ4_XS", "Q5_K_M"], "org/4B-GGUF:IQ4_XS", "org/4B-GGUF:Q5_K_M"),
+        (["Q8_0", "Q3_K_M"], "org/4B-GGUF:Q8_0", "org/4B-GGUF:Q8_0"),
+        (["Q2_K", "Q3_K_M"], "org/4B-GGUF:Q3_K_M", "org/4B-GGUF:Q3_K_M"),
+    ],
+)
+def test_without_a_gpu_the_type_with_the_fewest_bits_from_four_up(
+    kinds: list[str], chosen: str, on_gpu: str
+) -> None:
+    """As with a name that leaves the type open."""
+    fast = on_processor(300, 3000, ram=30)
+    shelf = [gguf(f"org/4B-GGUF:{kind}", kind) for kind in kinds]
+    assert choose_checkpoint(fast, [TWO, MINI], shelf=shelf).model == chosen
+    ranked = sorted((find_plan([each], fast, Wishes()) for each in shelf), key=lambda plan: plan.rank)
+    assert ranked[0].model.name == chosen
+    assert find_plan(shelf, fast, Wishes()).model.name == chosen
+    assert choose_checkpoint(machine(24000), [], shelf=shelf).model == on_gpu
+
+
+def test_what_may_fit_is_looked_at_first_and_mini_is_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    tower = Path("/x/mmproj.gguf")
+    sizes = {"small": 1, "large": 6, "larger": 8, "text": 2, "mini-Q8_0": 1}
+    found = [
+        FoundModel(name, Path(f"/x/{name}"), "hub", None if name == "text" else tower, bytes=size * GIB)
+        for name, size in sizes.items()
+    ]
+    monkeypatch.setattr(gguf_shelf, "found_models", lambda: found)
+    monkeypatch.setattr(gguf_shelf, "found_gguf_model", lambda each: gguf(each.name, "Q4_K_M"))
+
+    def names(computer: Machine) -> list[str]:
+        return [each.name for each in gguf_shelf.read_shelf(computer).models]
+
+    assert names(DESKTOP) == ["large", "small", "text", "larger"]
+    assert names(machine(24000)) == ["larger", "large", "small", "text"]
+    # At 6 tokens/s this one reads 5 GB for each.
+    assert names(on_processor(30, 300)) == ["small", "text", "larger", "large"]
+
+
 def test_a_model_for_the_processor_is_chosen_without_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     card = replace(machine(20000), host=machine(ram=16).host)
-    monkeypatch.setattr("vlfit.plan.processors.this_computer", lambda: card)
+    monkeypatch.setattr("vlfit.machine.survey.survey", lambda: card)
     monkeypatch.setattr("vlfit.checkpoint.source.local_models", lambda: [TWO, FOUR, EIGHT])
-    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", gguf_shelf.Shelf)
+    monkeypatch.setattr("vlfit.plan.gguf_shelf.read_shelf", lambda machine: gguf_shelf.Shelf())
     assert choose_model().model == "org/8B-FP8"
     assert choose_model(device="cpu").model == choose_checkpoint(machine(ram=16), [TWO, FOUR, EIGHT]).model
 

@@ -12,7 +12,7 @@ from vlfit.plan.candidates import candidates
 from vlfit.plan.ledger import Line
 from vlfit.plan.model_lookup import find_exact_models
 from vlfit.plan.plans import Plan
-from vlfit.plan.preference import safety_margin
+from vlfit.plan.preference import preferred_weights, safety_margin
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
 
@@ -108,3 +108,24 @@ def test_a_sliding_window_does_not_limit_the_context() -> None:
         planned("Phi-3-mini", context=4097)
     with pytest.raises(UsageError, match="4096"):
         planned("Llama-2-7B", context=4097)
+
+
+def test_formats_on_a_processor_by_speed_and_what_is_less_exact_last() -> None:
+    wanted = [
+        ("Q4_K_M", "Q4_K_M", 25),
+        ("IQ4_NL", "IQ4_NL", 26),
+        ("Q4_K_S", "Q4_K_S", 24),  # of two types of 4 bits the larger
+        ("Q5_K_M", "Q5_K_M", 29),
+        ("Q6_K", "Q6_K", 33),
+        ("Q8_0", "Q8_0", 43),
+        ("fp8", "", 48),
+        ("BF16", "BF16", 80),
+        ("bf16", "", 80),
+        ("F32", "F32", 160),
+        ("int4", "", 31),
+        ("Q3_K_M", "Q3_K_M", 21),
+        ("Q2_K", "Q2_K", 17),
+    ]
+    by_name = sorted(wanted)
+    ranked = sorted(by_name, key=lambda each: preferred_weights(each[0], each[2], gguf_type=each[1]))
+    assert ranked == wanted

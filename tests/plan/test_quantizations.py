@@ -19,16 +19,20 @@ from tests.hollow_gguf import (
 from tests.hub import Hub, running_hub
 from vlfit.checkpoint.gguf.repository import list_repository
 from vlfit.checkpoint.gguf.unopened import read_quantizations, read_unopened
+from vlfit.checkpoint.source import ResolvedModel
 from vlfit.errors import CheckpointError, HubModelNotFound, NotDownloaded, UnknownArchitecture, UsageError
 from vlfit.machine.cards import machine_with_card
-from vlfit.machine.model import Machine
-from vlfit.plan.model_lookup import find_exact_models
+from vlfit.machine.model import Machine, Processor
+from vlfit.plan.model_choice import choose_format
+from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.native.lines import native_lines
 from vlfit.plan.planner import find_plan
+from vlfit.plan.plans import Plan
 from vlfit.plan.quantizations import choose_quantization, plan_quantizations, repository_to_json
-from vlfit.plan.speed import weight_bytes_per_pass
+from vlfit.plan.shapes import Model
+from vlfit.plan.speed import Range, weight_bytes_per_pass
 from vlfit.plan.wishes import Wishes
-from vlfit.units import MIB
+from vlfit.units import GIB, MIB
 
 NAME = "unsloth/Qwen3-VL-4B-Instruct-GGUF"
 SHAPES = with_vocabulary(TINY, 40_000)
@@ -166,9 +170,56 @@ def test_all_quantizations_on_one_card(hub: Hub, tmp_path: Path, machine: Machin
     assert facts["quantizations"][0]["plan"]["settings"]["weights"] == "BF16"
 
 
-def test_without_a_gpu_the_usual_type_is_taken(hub: Hub, tmp_path: Path, machine: Machine) -> None:
-    offer(hub, tmp_path / "files")
-    assert choose_quantization(NAME, replace(machine, gpus=()))[0] == f"{NAME}:Q4_K_M"
+@pytest.mark.parametrize(
+    ("free", "taken"), [(8 * GIB, "Q4_K_M"), (2230 * MIB, "Q8_0"), (100 * MIB, None)], ids=str
+)
+def test_without_a_gpu_one_rule_for_pull_plan_and_what_is_here(
+    hub: Hub, tmp_path: Path, machine: Machine, free: int, taken: str | None
+) -> None:
+    """Q4_K_M, else the fewest bits from 4 up that fit; if nothing does, pull takes the usual one."""
+    folder = tmp_path / "files"
+    # As F32 is held as it is stored, its workspace is the smallest by 60 MiB.
+    for kind, stored in (("Q8_0", "F32"), ("Q4_K_M", "Q8_0"), ("Q4_0", "Q4_0"), ("Q2_K", "Q2_K")):
+        write_model(folder / f"Q-{kind}.gguf", only(stored), SHAPES)
+    write_mmproj(folder / "mmproj-F16.gguf", shapes=SHAPES)
+    hub.add(NAME, folder)
+    host = replace(machine.host, ram_available=free, ram_total=32 * GIB)
+    without = replace(machine, gpus=(), host=host)
+    plans = plan_quantizations(NAME, without, Wishes())
+    assert repository_to_json(plans)["recommended"] == (None if taken is None else f"{NAME}:{taken}")
+    on_cpu = plan_quantizations(NAME, replace(machine, host=host), Wishes(device="cpu"))
+    assert repository_to_json(on_cpu)["recommended"] == (None if taken is None else f"{NAME}:{taken}")
+    assert choose_quantization(NAME, without)[0] == f"{NAME}:{taken or 'Q4_K_M'}"
+    found = [
+        ResolvedModel(f"{NAME}:{path.stem.removeprefix('Q-')}", path, mmproj=folder / "mmproj-F16.gguf")
+        for path in sorted(folder.glob("Q-*.gguf"))
+    ]
+    assert choose_format(found, without).name == f"{NAME}:{taken or 'Q4_K_M'}"
+    if taken is not None:
+        assert find_plan(find_models(NAME, None).exact, without, Wishes()).model.name == f"{NAME}:{taken}"
+
+
+def test_of_types_that_are_all_slow_not_the_fastest(
+    hub: Hub, tmp_path: Path, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = offer(hub, tmp_path / "files")
+    write_model(folder / "Qwen3-VL-4B-Instruct-Q2_K.gguf", only("Q2_K"), SHAPES)
+    hub.add(NAME, folder)
+
+    def slow_plan(models: list[Model], machine: Machine, wishes: Wishes) -> Plan:
+        plan = find_plan(models, machine, wishes)
+        pace = 1e6 / models[0].file_bytes
+        assert plan.speed is not None
+        speed = replace(plan.speed, decode=Range(pace, pace, pace))
+        return replace(plan, speed=speed, is_quick=False)
+
+    monkeypatch.setattr("vlfit.plan.quantizations.find_plan", slow_plan)
+    processor = Processor("Some CPU", "x86_64", ("avx2",), 1, True, bandwidth=10**9, multiplications=10**9)
+    host = replace(machine.host, processor=processor)
+    plans = plan_quantizations(NAME, replace(machine, gpus=(), host=host), Wishes())
+    assert [each.type for each in plans.quantizations][-1] == "Q2_K"  # the smallest
+    assert plans.best is not None
+    assert plans.best.model.gguf_type == "Q4_K_M"
 
 
 def test_published_divergences_are_of_one_file(hub: Hub, tmp_path: Path, machine: Machine) -> None:

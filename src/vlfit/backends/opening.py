@@ -143,8 +143,9 @@ def _one_format(spec: BackendSpec) -> str | Path | Checkpoint:
         return model
     from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import choose_format
+    from vlfit.plan.processors import for_device
 
-    return choose_format(found, survey()).name
+    return choose_format(found, for_device(survey(), spec.options.device)).name
 
 
 _OPENERS: dict[BackendKind, Callable[[BackendSpec, LoadProgress | None], Backend]] = {

@@ -267,7 +267,7 @@ def list_files(name: str) -> "list[RepoFile]":
         entries = HfApi().list_repo_tree(repository, revision=commit or revision, recursive=True)
         return [entry for entry in entries if isinstance(entry, RepoFile)]
     except Exception as error:
-        raise hub_error(error, name) from error
+        raise hub_error(error, name, resumes=False) from error
 
 
 def cached_bytes(name: str) -> int:
@@ -318,11 +318,15 @@ def check_endpoint(endpoint: str) -> None:
         raise endpoint_error(endpoint)
 
 
-def hub_error(error: Exception, name: str) -> HubError:
-    """The ``HubError`` for ``error``, which was raised while ``name`` was downloaded."""
+def hub_error(error: Exception, name: str, *, resumes: bool = True) -> HubError:
+    """The ``HubError`` for ``error``, which was raised while ``name`` was downloaded.
+
+    ``resumes``: running the command again resumes a download.
+    """
     from huggingface_hub import constants, errors
 
     repository, revision = split_name(name)
+    again = f" {_RESUMES}" if resumes else ""
     # "Not in the cache" is the failure of the last resort; the reason is its cause.
     if isinstance(error, errors.LocalEntryNotFoundError) and isinstance(error.__cause__, Exception):
         error = error.__cause__
@@ -337,7 +341,7 @@ def hub_error(error: Exception, name: str) -> HubError:
     if isinstance(error, errors.EntryNotFoundError) and isinstance(error, errors.HfHubHTTPError):
         return no_file_error(repository, "no safetensors weights, or not all that its index names")
     if isinstance(error, errors.HfHubHTTPError):
-        return status_error(getattr(error.response, "status_code", 0), name, "Try again later. " + _RESUMES)
+        return status_error(getattr(error.response, "status_code", 0), name, f"Try again later.{again}")
     if isinstance(error, OSError) and error.errno == errno.ENOSPC:
         return HubError(
             f"the disk is full: {constants.HF_HUB_CACHE} has no room for {name}",
@@ -348,9 +352,10 @@ def hub_error(error: Exception, name: str) -> HubError:
             f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}",
             "Set HF_HOME to a writable folder.",
         )
+    what = f"the download of {name}" if resumes else f"asking for the files of {name}"
     return HubUnreachable(
-        f"the download of {name} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}",
-        "Check the network. " + _RESUMES,
+        f"{what} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}",
+        f"Check the network.{again}",
     )
 
 

@@ -63,13 +63,18 @@ def read_chat_template(folder: Path) -> str:
         if fields.has("chat_template"):
             return _default_template(fields)
     if is_gguf_folder(folder):
-        raise MissingFile(
-            f"{read_sources(folder).model[0].name} has no chat template (tokenizer.chat_template)",
-            "Get another conversion of the model, such as unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M.",
-        )
+        raise no_gguf_template(read_sources(folder).model[0].name)
     raise MissingFile(
         f"{folder} holds no chat template (looked in: {', '.join(_TEMPLATE_FILES)})",
         "Fetch the whole checkpoint (vlfit pull NAME), or copy chat_template.json from the original model.",
+    )
+
+
+def no_gguf_template(name: str) -> MissingFile:
+    """The error for the GGUF file ``name``, if it has no chat template."""
+    return MissingFile(
+        f"{name} has no chat template (tokenizer.chat_template)",
+        "Get another conversion of the model, such as unsloth/Qwen3-VL-4B-Instruct-GGUF:Q4_K_M.",
     )
 
 

@@ -325,25 +325,38 @@ def check_tensors(config: ModelConfig, tensors: dict[str, TensorInfo]) -> None:
     dtype that vlfit does not read or config.json does not declare.
     """
     expected = _required_tensors(config, tensors)
-    missing = [name for name in expected if name not in tensors]
+    missing, surplus = _missing_and_surplus(expected, tensors)
     if missing:
         raise MissingTensor(
-            f"{len(missing):,} of {len(expected):,} tensors are missing: {_first_names(missing)}",
+            f"{len(missing):,} of {len(expected):,} tensors are missing: {first_names(missing)}",
             "Fetch the weights again: they do not belong to this config.json, or a shard is missing.",
         )
     for name, shape in expected.items():
         _check_tensor(tensors[name], shape)
     # Ignoring them could run a different model, such as one without its last layers.
-    surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
     if surplus:
         raise SurplusTensor(
             f"{len(surplus):,} of {len(tensors):,} tensors are not in the model that config.json describes: "
-            f"{_first_names(surplus)}",
+            f"{first_names(surplus)}",
             _REFETCH_CONFIG,
         )
 
 
-def _first_names(names: list[str]) -> str:
+def missing_and_surplus(config: ModelConfig, tensors: dict[str, TensorInfo]) -> tuple[list[str], list[str]]:
+    """Names of the tensors that ``config`` calls for but are missing, and of those that it has no use for."""
+    return _missing_and_surplus(_required_tensors(config, tensors), tensors)
+
+
+def _missing_and_surplus(
+    expected: dict[str, tuple[int, ...]], tensors: dict[str, TensorInfo]
+) -> tuple[list[str], list[str]]:
+    missing = [name for name in expected if name not in tensors]
+    surplus = [name for name in tensors if name not in expected and not _is_ignorable(name, tensors)]
+    return missing, surplus
+
+
+def first_names(names: list[str]) -> str:
+    """The first three of ``names``, for an error."""
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 

@@ -133,7 +133,8 @@ def bench(
     )
     if picture:
         bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture)))
-    name = resolve_or_ask(resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes)
+    chosen = resolve_auto(settings.model, printer, settings.device)
+    name = resolve_or_ask(chosen, printer, yes=settings.yes, device=settings.device)
     bench_options = _shortened(name, bench_options, given, printer)
     result = _measure(name, bench_options, printer, phases, may_be_fewer=batch is None)
     if options.json:

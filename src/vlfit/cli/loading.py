@@ -93,7 +93,7 @@ def offer_model(choice: "AutoChoice", printer: Printer, *, yes: bool) -> str:
     from vlfit.cli.models import ask_to_download
 
     if choice.model != MINI:
-        printer.detail(choice.reason)
+        printer.note(choice.reason)
         return choice.model
     download = choice.download
     if download is None or not (sys.stdin.isatty() and printer.on_terminal):

@@ -358,6 +358,8 @@ def _report_usage(error: Any) -> int:
         message, _, suggestion = text.partition(" (Possible options: ")
     command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "vlfit"
     hint = f"{command} --help lists all."
+    if getattr(error, "option_name", "") == "--mmproj" and command.endswith((" plan", " doctor")):
+        hint = f"Write the vision tower's file behind the model's: MODEL.gguf+MMPROJ.gguf. {hint}"
     if suggestion:
         # "'status'?", or "--context, --seed)"
         hint = f"Did you mean {suggestion.rstrip('?)')}? {hint}"

@@ -123,7 +123,7 @@ class _Models:
                 f"the index was made by {name} on a server",
                 "Start vlfit mcp with --server URL of one that serves it.",
             )
-        model = resolve_or_ask(opened_as, self._session.printer, yes=False, backend="native")
+        model = resolve_or_ask(opened_as, self._session.printer, yes=False, backend="native", device="cpu")
         options = EngineOptions(device="cpu", max_model_len=2048, max_num_seqs=1)
         here = BackendSpec(kind="native", model=model, options=options)
         return BackendEmbedder(open_backend(here, lambda what, share: None))

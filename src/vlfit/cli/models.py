@@ -45,17 +45,21 @@ def resolve_or_ask(
     yes: bool,
     backend: str = "native",
     files: "FileSelection | None" = None,
+    device: str | None = None,
 ) -> str:
     """Return the name to open ``model`` by; if it must be downloaded, ask on the terminal, unless ``yes``.
 
     Downloads nothing itself. A name without a weights format (``4B``) becomes that of one checkpoint
-    (``resolve_to_one``). ``files``: those that must be here; None: what the native engine reads. Raises
-    ``NotDownloaded``, with the command to type, if the answer is no or there is no terminal; ``HubError`` if
-    nothing may be downloaded or the disk has too little room; and what ``resolve_name`` raises.
+    (``resolve_to_one``). ``files``: those that must be here; None: what the native engine reads. ``device``:
+    ``cpu`` to choose the format for the processor, whatever cards there are.
+
+    Raises ``NotDownloaded``, with the command to type, if the answer is no or there is no terminal;
+    ``HubError`` if nothing may be downloaded or the disk has too little room; and what ``resolve_name``
+    raises.
     """
     from vlfit.checkpoint import hub
 
-    one = resolve_to_one(model, printer, backend=backend, files=files)
+    one = resolve_to_one(model, printer, backend=backend, files=files, device=device)
     selection = hub.NATIVE if files is None else files
     if one.on_hub and not yes and one.local_folder(selection) is None:
         _ask_to_download(model, one, selection)
@@ -78,11 +82,16 @@ def opening_name(model: str, one: "ResolvedModel") -> str:
 
 
 def resolve_to_one(
-    model: str, printer: Printer, *, backend: str = "native", files: "FileSelection | None" = None
+    model: str,
+    printer: Printer,
+    *,
+    backend: str = "native",
+    files: "FileSelection | None" = None,
+    device: str | None = None,
 ) -> "ResolvedModel":
     """The checkpoint that ``model`` means; if the name leaves its format open, the best that fits here.
 
-    Prints a note which one it took in that case. ``backend``: to fit on. ``files``: as for
+    Prints a note which one it took in that case. ``backend``: to fit on. ``files``, ``device``: as for
     ``resolve_or_ask``.
     """
     from vlfit.checkpoint import hub
@@ -90,13 +99,14 @@ def resolve_to_one(
 
     found = resolve_name(model)
     if len(found) == 1:
-        return _with_type(found[0], printer)
+        return _with_type(found[0], printer, device)
     from vlfit.machine.survey import survey
     from vlfit.plan.model_choice import WITHOUT_GPU, choose_format
+    from vlfit.plan.processors import for_device
     from vlfit.plan.wishes import Wishes
 
     wishes = Wishes(backend=backend) if backend == "vllm" else Wishes()
-    machine = survey()
+    machine = for_device(survey(), device)
     one = choose_format(found, machine, wishes, hub.NATIVE if files is None else files)
     why = "the best of its formats for this computer"
     if one.is_gguf:
@@ -106,7 +116,7 @@ def resolve_to_one(
     return one
 
 
-def _with_type(one: "ResolvedModel", printer: Printer) -> "ResolvedModel":
+def _with_type(one: "ResolvedModel", printer: Printer, device: str | None) -> "ResolvedModel":
     """``one``; if it is a repository of GGUF files that is not here, its quantization for this computer."""
     from vlfit.checkpoint.gguf.repository import may_be_gguf
     from vlfit.checkpoint.source import nearest_names_in_hint, resolve_name
@@ -114,10 +124,11 @@ def _with_type(one: "ResolvedModel", printer: Printer) -> "ResolvedModel":
     if one.folder is not None or one.is_gguf or not may_be_gguf(one.name) or one.local_folder() is not None:
         return one
     from vlfit.machine.survey import survey
+    from vlfit.plan.processors import for_device
     from vlfit.plan.quantizations import choose_quantization
 
     with nearest_names_in_hint(one.name):
-        name, why = choose_quantization(one.name, survey())
+        name, why = choose_quantization(one.name, for_device(survey(), device))
     printer.note(f"{one.name} means {name} on this computer: {why}")
     (found,) = resolve_name(name)
     return found

@@ -546,7 +546,7 @@ def complete_model(incomplete: str) -> list[str]:
 
 
 def complete_local_model(incomplete: str) -> list[str]:
-    """Names that begin with ``incomplete``, of the models that ``vlfit models`` lists, short ones too."""
+    """Names that begin with ``incomplete``, short ones too, of the models here that are in safetensors."""
     from vlfit.checkpoint.source import local_models
     from vlfit.plan.recommend import short_name
 

@@ -455,7 +455,8 @@ def _plan_catalog(
     from vlfit.plan.recommend import advice_for, describe_other_series, other_series, recommended
 
     gpu = _gpu_for(machine, wishes)
-    plans = _all_plans(machine, wishes)
+    here = [] if elsewhere else _plans_here(machine, wishes, printer)
+    plans = sorted([*_all_plans(machine, wishes), *here], key=lambda each: each.rank)
     if not plans:
         raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
     rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
@@ -498,6 +499,30 @@ def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
         except UsageError:
             continue  # a wish this model does not support, e.g. image tokens for a text-only one
     return sorted(plans, key=lambda each: each.rank)
+
+
+def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list[Plan]":
+    """The plans that fit for GGUF models on this computer, which count beside the catalog's; best first.
+
+    Empty if ``wishes`` name another backend, or a weights format.
+    """
+    if wishes.weights is not None or wishes.backend not in (None, BackendName.native):
+        return []
+    from vlfit.plan.gguf_shelf import read_shelf
+    from vlfit.plan.model_choice import type_rank
+    from vlfit.plan.planner import find_plan
+    from vlfit.plan.processors import for_device
+
+    shelf = read_shelf(for_device(machine, wishes.device))
+    if shelf.left:
+        printer.note(f"{shelf.left} GGUF models here were not looked at; vlfit models --all takes the time")
+    plans = []
+    for model in shelf.models:
+        try:
+            plans.append(find_plan([model], machine, wishes))
+        except (UsageError, DoesNotFit):  # a wish that it does not support, or its offloaded layers
+            continue
+    return sorted((each for each in plans if each.fits), key=type_rank)
 
 
 def _what_if(machine: "Machine", planned: "Callable[[Machine], Plan]") -> "list[tuple[str, Plan]]":

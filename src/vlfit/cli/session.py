@@ -106,9 +106,12 @@ class Session:
         if here:
             # What ``auto`` chose is here, or its download was agreed to.
             agreed = settings.yes or settings.model == "auto"
-            name = resolve_or_ask(name, self.printer, yes=agreed, backend=self.kind, files=files)
+            name = resolve_or_ask(
+                name, self.printer, yes=agreed, backend=self.kind, files=files, device=settings.device
+            )
         else:
-            name = opening_name(name, resolve_to_one(name, self.printer, backend=self.kind, files=files))
+            one = resolve_to_one(name, self.printer, backend=self.kind, files=files, device=settings.device)
+            name = opening_name(name, one)
         if self.kind == "native" and self._needs_pictures:
             _check_vision(name)
         spec = BackendSpec(

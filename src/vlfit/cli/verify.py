@@ -110,9 +110,8 @@ def verify(
         result = _elsewhere(settings, options, level, printer)
     else:
         wanted = verify_options(settings)
-        name = resolve_or_ask(
-            resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes
-        )
+        chosen = resolve_auto(settings.model, printer, settings.device)
+        name = resolve_or_ask(chosen, printer, yes=settings.yes, device=settings.device)
         result = verify_here(name, wanted, level, printer)
     if options.json:
         printer.data(to_json(result))
@@ -147,7 +146,8 @@ def _elsewhere(
             name = resolve_or_ask(settings.model, printer, yes=settings.yes)
         dtype = None if settings.dtype == "auto" else settings.dtype
         return _verify_elsewhere(name, spec, level, dtype, printer)
-    name = resolve_or_ask(resolve_auto(settings.model, printer, settings.device), printer, yes=settings.yes)
+    chosen = resolve_auto(settings.model, printer, settings.device)
+    name = resolve_or_ask(chosen, printer, yes=settings.yes, device=settings.device)
     spec = BackendSpec(
         kind=kind,
         model=name,
@@ -224,7 +224,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
         names = [*([model] if model else []), *names_in(table)]
     checkpoints, damaged = [], []
     for name in dict.fromkeys(names):
-        folder = resolve_or_ask(name, printer, yes=settings.yes)
+        folder = resolve_or_ask(name, printer, yes=settings.yes, device=settings.device)
         try:
             checkpoints.append(open_checkpoint(folder))
         except CheckpointError as error:

@@ -62,14 +62,16 @@ def _files(path: Path) -> Iterator[Check]:
     except VlfitError as error:
         yield Check("model.file", "red", error.message, error.hint)
         return
-    for part in parts:
+    for number, part in enumerate(parts):
         try:
             header = read_gguf_header(part)
         except VlfitError as error:
             yield Check("model.file", "red", error.message, error.hint)
             continue
         size = format_bytes(part.stat().st_size)
-        kind = header.metadata.get("general.architecture", "no architecture")
+        # Of a split file only the first part says more.
+        unsaid = f"part {number + 1} of {len(parts)}" if number else "no architecture"
+        kind = header.metadata.get("general.architecture", unsaid)
         yield Check("model.file", "green", f"{part.name}: {kind}, {len(header.tensors)} tensors, {size}")
         digest = _DIGEST.fullmatch(part.resolve().name)
         if digest:

@@ -1,4 +1,4 @@
-"""The GGUF models on this computer, and which of them run and fit: for ``vlfit models``."""
+"""The GGUF models on this computer, and which run and fit: for ``vlfit models``, and to choose from."""
 
 import logging
 import time
@@ -7,10 +7,12 @@ from math import inf
 from typing import Any
 
 from vlfit.checkpoint.gguf.places import FoundModel, Search, found_models
+from vlfit.checkpoint.source import is_mini
 from vlfit.errors import DeviceError, UsageError, VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.model_lookup import found_gguf_model
 from vlfit.plan.planner import find_plan
+from vlfit.plan.processors import LEAST_TOKENS_PER_S, ram_as_gpu
 from vlfit.plan.shapes import Model
 from vlfit.plan.wishes import Wishes
 
@@ -74,13 +76,16 @@ class Shelf:
     left: int = 0
 
 
-def read_shelf(seconds: float = CHOICE_SECONDS) -> Shelf:
+def read_shelf(machine: Machine, seconds: float = CHOICE_SECONDS) -> Shelf:
     """The GGUF models in the folders of all programs that vlfit runs, for a choice. Never raises.
 
-    Headers are read for ``seconds``, those with a vision tower beside them first.
+    Mini's copies in vlfit's store, which have to be named, are left out. Headers are read for ``seconds``:
+    of files that are not too large for ``machine`` before others, of those with a vision tower beside them
+    before others, and then of the largest first.
     """
-    found = [each for each in found_models() if not each.problem]
-    found.sort(key=lambda each: each.mmproj is None)
+    found = [each for each in found_models() if not each.problem and not is_mini(each.name)]
+    most = _most_bytes(machine)
+    found.sort(key=lambda each: (each.bytes > most, each.mmproj is None, -each.bytes))
     until = time.monotonic() + seconds
     models: list[Model] = []
     for number, each in enumerate(found):
@@ -91,6 +96,15 @@ def read_shelf(seconds: float = CHOICE_SECONDS) -> Shelf:
         except Exception as error:  # a file by whoever: ``vlfit models`` says what is wrong with it
             logger.debug("%s is no choice: %s", each.name, error)
     return Shelf(tuple(models))
+
+
+def _most_bytes(machine: Machine) -> float:
+    """Bytes of files beyond which a model surely does not fit, or without a GPU is too slow."""
+    if machine.gpus:
+        return max(gpu.free for gpu in machine.gpus)
+    ram = ram_as_gpu(machine)
+    # Each token reads all weights once.
+    return min(ram.free, inf if ram.bandwidth is None else ram.bandwidth / LEAST_TOKENS_PER_S)
 
 
 def _describe(found: FoundModel, machine: Machine) -> ShelvedModel:

@@ -5,6 +5,7 @@ Sizes come from headers and from the catalog: nothing here uses the network.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vlfit.api.pooling import ModelKind
 from vlfit.checkpoint import catalog, hub
@@ -22,7 +23,7 @@ from vlfit.plan.ledger import held_by_others
 from vlfit.plan.model_lookup import found_gguf_model, model_of_entry, smaller_variants_of
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
-from vlfit.plan.preference import is_ample
+from vlfit.plan.preference import WeightsPreference, is_ample, preferred_weights, weights_preference
 from vlfit.plan.processors import MOST_PARAMETERS, is_ram
 from vlfit.plan.recommend import recommended, short_name
 from vlfit.plan.shapes import Model
@@ -84,16 +85,14 @@ def choose_checkpoint(
 
     Models without a vision tower and incomplete downloads are left out. With equal parameters, fewer bytes
     win, as FP8 answers as well as bf16; int4, which is less exact, comes last, as do GGUF's types of 4 bits,
-    then of 3, then of 2.
+    then of 3, then of 2. Without a GPU it is the order of ``preferred_weights``.
     """
     real = [
         model
         for model in models
         if not is_mini(model.name) and model.has_vision and kind_of_name(model.name) == kind
     ]
-    complete: list[LocalModel | Model] = [model for model in real if model.complete]
-    complete += [each for each in shelf if each.vision is not None and kind_of_name(each.name) == kind]
-    complete.sort(key=lambda model: (-model.parameters, _coarseness(model), model.weight_bytes, model.name))
+    complete = ranked_here(machine, real, [each for each in shelf if kind_of_name(each.name) == kind])
     for ample in (True, False):
         for model in complete:
             why = _why_it_fits(machine, model, ample=ample)
@@ -108,6 +107,30 @@ def choose_checkpoint(
         pull = f"for {'one that fits' if complete else 'a real one'}: {download.command}"
     why = "; ".join(part for part in (obstacle, pull) if part)
     return AutoChoice(MINI, f"using mini, the small model that ships with vlfit; {why}", obstacle, download)
+
+
+def ranked_here(
+    machine: Machine, models: Sequence[LocalModel], shelf: Sequence[Model]
+) -> list[LocalModel | Model]:
+    """The models that are here and take pictures, the one to prefer first; whether they fit is not asked.
+
+    Incomplete ones are left out, and so are mini and its copies, which have to be named.
+    """
+    found: list[LocalModel | Model] = [each for each in models if each.complete and each.has_vision]
+    found += [each for each in shelf if each.vision is not None]
+    formats = _exact_first if machine.gpus else _fast_first
+    real = [each for each in found if not is_mini(each.name)]
+    return sorted(real, key=lambda model: (-model.parameters, formats(model), model.name))
+
+
+def _exact_first(model: LocalModel | Model) -> tuple[int, int]:
+    return _coarseness(model), model.weight_bytes
+
+
+def _fast_first(model: LocalModel | Model) -> WeightsPreference:
+    if isinstance(model, Model):
+        return weights_preference(model)
+    return preferred_weights(model.format, model.weight_bytes)
 
 
 def _coarseness(model: LocalModel | Model) -> int:
@@ -255,14 +278,19 @@ def _why_nothing_fits(machine: Machine) -> str:
 # --- a weights format for a name that leaves it open, such as ``4B`` ---------------------------------------
 
 
-_USUAL_TYPE, _USUAL_BITS = "Q4_K_M", 4
-# Why a type was taken by ``distance_from_usual``.
-WITHOUT_GPU = "as without a GPU fewer bytes are faster, and 4 bits are the usual size"
+# Why a type was taken by ``type_rank``.
+WITHOUT_GPU = "the usual one that fits, or the fewest bits from 4 up: without a GPU fewer bytes are faster"
 
 
-def distance_from_usual(kind: str) -> tuple[bool, int]:
-    """Sorts types of GGUF files as they are taken without a GPU: Q4_K_M, then what is nearest to its bits."""
-    return kind != _USUAL_TYPE, abs(bits_of_type(kind) - _USUAL_BITS)
+def type_rank(plan: Plan) -> tuple[Any, ...]:
+    """Sort key of a GGUF model's types by their plans, the one to take first.
+
+    With a GPU by the plan's rank, and more bytes of two alike; without one by what fits, then
+    ``weights_preference``.
+    """
+    if is_ram(plan.gpu):
+        return (not plan.fits, *weights_preference(plan.model))
+    return (*plan.rank, -plan.model.file_bytes)
 
 
 def choose_format(
@@ -301,16 +329,13 @@ def choose_format(
 
 
 def _choose_gguf(found: Sequence[ResolvedModel], machine: Machine, wishes: Wishes) -> ResolvedModel:
-    """Choose one of several GGUF files of a model that are here; without a GPU the usual one."""
+    """Choose one of several GGUF files of a model that are here, by ``type_rank``."""
     ranked = []
     for each in found:
         assert each.folder is not None
         model = found_gguf_model(FoundModel(each.name, each.folder, HUB, each.mmproj))
-        rank = (
-            find_plan([model], machine, wishes).rank if machine.gpus else distance_from_usual(model.gguf_type)
-        )
-        ranked.append((rank, -model.file_bytes, each.name, each))
-    return min(ranked, key=lambda each: each[:3])[-1]
+        ranked.append((type_rank(find_plan([model], machine, wishes)), each.name, each))
+    return min(ranked, key=lambda each: each[:2])[-1]
 
 
 def _rank(

@@ -73,7 +73,8 @@ def refused_plan(
     choice, gpu = placement.choice, placement.gpu
     deficit = -choice.headroom
     refused = RefusedChoice(choice.model, gpu, machine.host, costs, native, choice.settings, deficit, others)
-    plan = _plan(placement, machine, costs, (*placement.notes, *placement.remarks), deficit)
+    remarks = (*placement.notes, *_tower_remarks(choice.model), *placement.remarks)
+    plan = _plan(placement, machine, costs, remarks, deficit)
     return replace(plan, changes=cheapest_changes(refused, CONTEXTS, IMAGE_TOKENS, SEQUENCES))
 
 
@@ -106,10 +107,7 @@ def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[Remark, ...]:
     """Remarks on a plan that fits: no vision tower, little memory left, which weights were rounded."""
     lines: tuple[Line, ...] = choice.lines
     left, margin = gpu.total - total_bytes(lines), safety_margin(lines)
-    remarks = []
-    if choice.model.without_tower:
-        text = f"It reads text only, as {choice.model.without_tower}."
-        remarks.append(Remark(text, "without_tower"))
+    remarks = list(_tower_remarks(choice.model))
     if left < margin:
         measure = "; vlfit plan --calibrate measures the machine" if costs.is_calibrated else ""
         text = (
@@ -126,6 +124,13 @@ def _remarks(choice: Choice, gpu: Gpu, costs: CostModel) -> tuple[Remark, ...]:
         )
         remarks.append(Remark(text, "weights_rounded"))
     return tuple(remarks)
+
+
+def _tower_remarks(model: Model) -> tuple[Remark, ...]:
+    """Why a GGUF model takes no pictures, if a vision tower beside it was left out."""
+    if not model.without_tower:
+        return ()
+    return (Remark(f"It reads text only, as {model.without_tower}.", "without_tower"),)
 
 
 def what_if_machines(machine: Machine) -> Iterator[tuple[str, Machine]]:

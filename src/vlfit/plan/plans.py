@@ -148,7 +148,7 @@ class Plan:
 
         In order of weight: fits; takes pictures; is quick enough; reaches both floors (``is_ample``); no
         int4 output head; more parameters; larger context, then image tokens, then number of requests; more
-        exact weights, on a CPU fewer bytes and int4 last.
+        exact weights, on a CPU as ``preferred_weights`` has them.
         """
         settings = self.settings
         sizes = (settings.context, settings.image_tokens, settings.sequences)

@@ -7,7 +7,8 @@ size of the shared KV cache, and last the prefill chunk, which cost only time.
 
 from collections.abc import Iterable
 
-from vlfit.checkpoint.quantization import INT4
+from vlfit.checkpoint.gguf.file_names import bits_of_type
+from vlfit.checkpoint.quantization import FP8, INT4, INT8
 from vlfit.plan.calibration import MODELLED
 from vlfit.plan.ledger import Line, PlanSettings
 from vlfit.plan.shapes import Model
@@ -21,6 +22,11 @@ AMPLE_CONTEXT, AMPLE_IMAGE_TOKENS = 4096, 1024
 # By how much modelled lines may be wrong. CUDA's context is most of them: the one card that it was measured
 # on took 704 MiB, 15 % more than the 614 MiB assumed for others.
 MODELLED_ERROR = 0.15
+# Of GGUF models, and what most people run without a GPU: a choice.
+_USUAL_TYPE, _USUAL_BITS = "Q4_K_M", 4
+_BITS = {FP8: 8, INT8: 8, INT4: 4}  # of weights in safetensors; 16 of others
+
+WeightsPreference = tuple[bool, bool, int, int]
 
 
 def safety_margin(lines: Iterable[Line]) -> int:
@@ -33,12 +39,27 @@ def modelled_bytes(lines: Iterable[Line]) -> int:
     return sum(line.bytes for line in lines if line.how == MODELLED and line.line != "reserve")
 
 
-def weights_preference(model: Model) -> tuple[bool, int]:
-    """Sort key of one model's formats on a CPU, the preferred first: fewer bytes are faster there.
+def weights_preference(model: Model) -> WeightsPreference:
+    """Sort key of one model's formats on a CPU; see ``preferred_weights``."""
+    if model.gguf_type:
+        return preferred_weights(model.weights, model.file_bytes, model.gguf_type)
+    return preferred_weights(model.weights, model.weight_bytes)
 
-    FP8 answers as well as bf16; int4, which is less exact, comes last. The types of a GGUF model are alike.
+
+def preferred_weights(weights: str, nbytes: int, gguf_type: str = "") -> WeightsPreference:
+    """Sort key of one model's formats on a CPU, the preferred first.
+
+    - Q4_K_M, then GGUF's other types of 4 bits: 2B in Q4_K_M writes 1.3 times as many tokens/s as in FP8 or
+      Q8_0, and these 1.5 times as many as bf16 (docs/log.md, 2026-11-23).
+    - Then what has more bits, the fewest first: FP8 with GGUF's types of 8, bf16 with those of 16.
+    - Then what is less exact: int4, as fast as Q4_K_M, whose more important weights have 6 bits, and
+      GGUF's types of 3 bits, 2 and 1, whose speeds were not measured.
+
+    Of two alike in GGUF the larger, which is more exact; else the smaller, which answers as well.
     """
-    return model.weights == INT4, 0 if model.gguf_type else model.weight_bytes
+    bits = bits_of_type(gguf_type) if gguf_type else _BITS.get(weights, 16)
+    is_coarse = bits < _USUAL_BITS or (weights == INT4 and not gguf_type)
+    return is_coarse, gguf_type != _USUAL_TYPE, abs(bits - _USUAL_BITS), -nbytes if gguf_type else nbytes
 
 
 def is_ample(settings: PlanSettings, model: Model) -> bool:

@@ -15,10 +15,12 @@ from vlfit.errors import UsageError
 from vlfit.machine import processor as processors
 from vlfit.machine.model import Gpu, Machine, Processor, record_from_json, record_to_json
 from vlfit.plan.calibration import cache_path, read_json_record, write_atomically
+from vlfit.plan.wishes import CPU
 from vlfit.units import counted, format_bandwidth
 
 # Of models that most laptops are quick enough for: what is recommended where no speed is known. A choice.
 MOST_PARAMETERS = 2_500_000_000
+LEAST_TOKENS_PER_S = 6.0  # of what is recommended where it is: as fast as one reads, a choice
 VERSION = 2  # 1: bandwidth was measured otherwise
 _MOST = 2**16  # bytes of a file; real ones have some hundred
 _CAPABILITY = (99, 0)  # of RAM in place of a card: it has bfloat16 and all kernels
@@ -115,15 +117,20 @@ def measured_machine(machine: Machine, *, again: bool = False) -> Machine:
     return replace(machine, host=replace(machine.host, processor=kept))
 
 
-def this_computer() -> Machine:
+def this_computer(device: str | None = None) -> Machine:
     """This computer, as ``survey`` finds it; if it has no GPU, with its processor measured.
 
-    See ``measured_machine``.
+    ``device``: as for ``for_device``. See ``measured_machine``.
     """
     from vlfit.machine.survey import survey
 
-    machine = survey()
+    machine = for_device(survey(), device)
     return machine if machine.gpus else measured_machine(machine)
+
+
+def for_device(machine: Machine, device: str | None) -> Machine:
+    """``machine``, without its GPUs if ``device`` (as ``--device`` has it) is ``cpu``."""
+    return replace(machine, gpus=()) if device == CPU else machine
 
 
 def _better(one: Processor, other: Processor) -> Processor:

@@ -9,7 +9,7 @@ from vlfit.checkpoint.gguf.places import cached_models_of
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization, list_repository
 from vlfit.errors import HubError, NotDownloaded, UsageError, VlfitError
 from vlfit.machine.model import Machine
-from vlfit.plan.model_choice import WITHOUT_GPU, distance_from_usual
+from vlfit.plan.model_choice import WITHOUT_GPU, type_rank
 from vlfit.plan.model_lookup import found_gguf_model, read_gguf_repository
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
@@ -137,18 +137,19 @@ def _found_here(name: str) -> list[_Found]:
 def choose_quantization(name: str, machine: Machine) -> tuple[str, str]:
     """The quantization of ``org/name`` to download for ``machine``, as ``org/name:TYPE``, and why.
 
-    With a GPU the best by ``plan_quantizations``; without one a type of 4 bits. The reason is a phrase.
-    Raises ``NotDownloaded`` if none can be run or fits, and ``HubError``.
+    The best by ``plan_quantizations``; without a GPU, if none fits, the usual one, for another computer. The
+    reason is a phrase. Raises ``NotDownloaded`` if none can be run, or none fits the GPU, and ``HubError``.
     """
-    if not machine.gpus:
-        repository = list_repository(name)
-        usual = min(repository.quantizations, key=lambda each: (distance_from_usual(each.type), -each.bytes))
-        return repository.name_of(usual), WITHOUT_GPU.removeprefix("as ")
     plans = plan_quantizations(name, machine, Wishes())
     best = plans.best
     if best is None:
         problem = plans.quantizations[0].problem
         raise NotDownloaded(f"vlfit runs none of the files of {name}: {problem}", "Name another model.")
+    if is_ram(best.gpu):
+        if best.fits:
+            return best.model.name, WITHOUT_GPU
+        usual = min((row.plan for row in plans.quantizations if row.plan is not None), key=type_rank)
+        return usual.model.name, "none fits the RAM of this computer, and 4 bits are the usual size"
     if not best.fits:
         raise NotDownloaded(
             f"no quantization of {name} fits this computer; the nearest is {best.model.weights}",
@@ -179,9 +180,9 @@ def repository_to_json(plans: RepositoryPlans) -> dict[str, Any]:
 
 def _best(rows: Sequence[QuantizationPlan]) -> Plan | None:
     made = [row.plan for row in rows if row.plan is not None]
-    ranked = sorted(made, key=lambda plan: (plan.rank, -plan.model.file_bytes))
-    if made and is_ram(made[0].gpu):
-        ranked.sort(key=lambda plan: (not plan.fits, distance_from_usual(plan.model.gguf_type)))
+    ranked = sorted(made, key=type_rank)
+    if ranked and ranked[0].fits and is_ram(ranked[0].gpu):
+        return ranked[0]  # not the fastest, if none is quick
     return recommended(ranked) or max(ranked, key=lambda plan: plan.headroom, default=None)
 
 

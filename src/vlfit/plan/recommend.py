@@ -78,7 +78,7 @@ def recommended(plans: Sequence[Plan]) -> Plan | None:
     The first that fits, but models that take pictures come before text-only ones, then those that are quick
     enough before others (of which only the fastest is taken), then plans that reach both
     floors (``is_ample``) before others, then, of those, ready-made checkpoints before ones to convert, and
-    last the catalog's first series before others.
+    last the catalog's first series, and GGUF models, before others.
     """
     fitting = [plan for plan in plans if plan.fits]
     seeing = [plan for plan in fitting if plan.model.vision is not None] or fitting
@@ -88,7 +88,7 @@ def recommended(plans: Sequence[Plan]) -> Plan | None:
     ample = [plan for plan in quick if is_ample(plan.settings, plan.model)]
     ready = [plan for plan in ample if is_ready_made(plan)]
     found = ready or ample or quick
-    first = [plan for plan in found if series_of(plan.model.family) == DEFAULT_SERIES]
+    first = [plan for plan in found if plan.model.gguf_type or series_of(plan.model.family) == DEFAULT_SERIES]
     return next(iter((*first, *found)), None)
 
 

@@ -151,7 +151,7 @@ def best_mmproj(model: str, names: Iterable[str]) -> str | None:
     """The mmproj among ``names`` for the file ``model``; None if there is none.
 
     The names are paths with slashes. Taken is what lies deepest in the folders above ``model``, then what
-    shares the longest beginning of its name, then what has the fewest bits from 16 up (an F16 before an F32),
+    shares most words of its name, then what has the fewest bits from 16 up (an F16 before an F32),
     as those of 8 bits are no better known; of several BF16 goes before F16.
     """
     folder = model.rpartition("/")[0]
@@ -198,8 +198,9 @@ def _is_file(path: str | Path) -> bool:
 
 
 def _shared_words(model: str, mmproj: str) -> int:
-    ours = set(re.split(r"[-_. ]+", stem_of(model).lower()))
-    return sum(word in ours for word in re.split(r"[-_. ]+", stem_of(mmproj).lower()))
+    """How many words of ``mmproj`` are in ``model``. Without types: Q4_0 shares the 0 of Q8_0."""
+    ours, words = (re.split(r"[-_. ]+", _TYPE.sub("", stem_of(each)).lower()) for each in (model, mmproj))
+    return sum(word in ours for word in words)
 
 
 def _spelt(kind: str) -> str:

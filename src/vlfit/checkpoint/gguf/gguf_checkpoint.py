@@ -188,10 +188,11 @@ def join_headers(headers: Sequence[GGUFHeader]) -> GGUFHeader:
     """
     for number, header in enumerate(headers):
         count = header.fields.integer("split.count", 1, minimum=0)
-        if max(count, 1) != len(headers) or header.fields.integer("split.no", number, minimum=0) != number:
+        own = header.fields.integer("split.no", number, minimum=0)
+        if max(count, 1) != len(headers) or own != number:
             raise BrokenShard(
-                f"{header.name} says that it is part {header.fields.values.get('split.no')} of {count}, not "
-                f"part {number} of {len(headers)} (counted from 0)",
+                f"{header.name} says in its metadata (split.no, split.count) that it is part {own + 1} of "
+                f"{max(count, 1)}; by its name it is part {number + 1} of {len(headers)}",
                 "Files of a split model keep the names that they were published with. Fetch them again.",
             )
     first = headers[0]

@@ -18,7 +18,7 @@ from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.advice import NAME_MMPROJ, OTHER_CONVERSION, OTHER_LAYOUT
 from vlfit.checkpoint.gguf.file_layouts import MODEL_TYPES
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, shortest
-from vlfit.checkpoint.gguf.gguf_vocabulary import ADDED_TYPES
+from vlfit.checkpoint.gguf.gguf_vocabulary import ADDED_TYPES, no_vocabulary
 from vlfit.checkpoint.gguf.tower_inside import has_tower_inside, in_own_names, split_tower
 from vlfit.errors import CheckpointError, MissingTensor, UnknownArchitecture
 
@@ -377,7 +377,9 @@ def _vision_fields(mmproj: GGUFHeader, hidden: int) -> dict[str, Any]:
     marks = fields.values.get("clip.vision.is_deepstack_layers")
     if not isinstance(marks, list) or len(marks) != depth or not all(type(mark) is bool for mark in marks):
         raise fields.field_error(
-            "clip.vision.is_deepstack_layers", f"is {marks!r}", f"a truth value for each of {depth} blocks"
+            "clip.vision.is_deepstack_layers",
+            "is missing" if marks is None else f"is {marks!r}",
+            f"a truth value for each of {depth} blocks",
         )
     patches = mmproj.tensors.get("v.patch_embd.weight")
     has_frames = patches is not None and len(patches.shape) == 5  # ``split_tower``
@@ -451,6 +453,8 @@ def _image_tokens(model: GGUFHeader) -> dict[str, int]:
     """Ids of the tokens around and for pictures, found by their text."""
     tokens = model.metadata.get("tokenizer.ggml.tokens")
     types = model.metadata.get("tokenizer.ggml.token_type")
+    if not isinstance(tokens, list):
+        raise no_vocabulary(model)
     names = {
         "image_token_id": "<|image_pad|>",
         "video_token_id": "<|video_pad|>",
@@ -459,7 +463,7 @@ def _image_tokens(model: GGUFHeader) -> dict[str, int]:
     }
     found: dict[str, int] = {}
     for name, text in names.items():
-        if not isinstance(tokens, list) or text not in tokens:
+        if text not in tokens:
             raise CheckpointError(
                 f"{model.name} has no token {text} in its vocabulary (tokenizer.ggml.tokens)",
                 "Without it no picture can be in a prompt. Get another conversion of the model.",

@@ -40,6 +40,9 @@ MAX_ARRAY_ITEMS = 2**21  # also of all arrays of strings together: Python takes 
 MAX_DIMENSIONS = 4
 MAX_NAME_BYTES = 127
 _SHORT_ARRAY = 4096
+# Ends of tensors' names and beginnings of metadata keys: where one is read as the other, counts are wrong.
+_TENSOR_ENDINGS = (".weight", ".bias")
+_KEY_BEGINNINGS = ("general.", "tokenizer.", "split.", "quantize.")
 _MAX_ELEMENTS = 2**48
 _MIN_ALIGNMENT, _MAX_ALIGNMENT = 8, 2**20
 _STRING, _ARRAY, _BOOL = 8, 9, 7
@@ -197,12 +200,20 @@ class _Parser:
         metadata: dict[str, Value] = {}
         for _ in range(num_entries):
             key = self._string("a metadata key", MAX_KEY_BYTES)
+            value_type = self._unpack("<I")[0]
+            # Of a tensor the number of dimensions comes there.
+            if key.endswith(_TENSOR_ENDINGS) and 1 <= value_type <= MAX_DIMENSIONS:
+                raise self._error(
+                    f"counts {num_entries:,} metadata entries in its header, but has {len(metadata):,}: "
+                    f"the tensor {key[:80]} follows"
+                )
             if key in metadata:
                 raise self._error(f"has the metadata key {key[:80]!r} twice")
-            metadata[key] = self._value(self._unpack("<I")[0], key)
+            metadata[key] = self._value(value_type, key)
         alignment = self._alignment(metadata.get(ALIGNMENT_KEY, DEFAULT_ALIGNMENT))
         self._require(num_tensors * 24)  # an entry's least size
-        entries = [self._tensor(alignment) for _ in range(num_tensors)]
+        keys = (*_KEY_BEGINNINGS, f"{metadata.get('general.architecture', 'general')}.")
+        entries = [self._tensor(number, num_tensors, keys, alignment) for number in range(num_tensors)]
         data_start = self._at + -self._at % alignment
         tensors: dict[str, GGUFTensor] = {}
         for name, kind, shape, offset, nbytes in entries:
@@ -304,8 +315,24 @@ class _Parser:
         self._at = at
         return found
 
-    def _tensor(self, alignment: int) -> tuple[str, str, tuple[int, ...], int, int]:
+    def _tensor(
+        self, number: int, num_tensors: int, keys: tuple[str, ...], alignment: int
+    ) -> tuple[str, str, tuple[int, ...], int, int]:
+        """The next tensor's entry; ``number`` of ``num_tensors`` came before it.
+
+        ``keys``: how names of metadata begin.
+        """
         name = self._string("a tensor's name", MAX_NAME_BYTES)
+        if name.startswith(keys) and not name.endswith(_TENSOR_ENDINGS):
+            raise self._error(
+                f"has more metadata entries than its header counts: {name} comes where a tensor should"
+            )
+        if not name:
+            raise self._error(
+                f"counts {num_tensors:,} tensors in its header, but has {number:,}"
+                if number
+                else "has a tensor without a name"
+            )
         (dimensions,) = self._unpack("<I")
         if not 1 <= dimensions <= MAX_DIMENSIONS:
             raise self._error(f"has {dimensions:,} dimensions for {name}; 1 to {MAX_DIMENSIONS} are possible")

@@ -112,6 +112,12 @@ def _in_own_names(message: str) -> str:
     return in_own_names(message)
 
 
+def plain_name(name: str) -> str:
+    """The name of the weight that the tensor ``name`` is a part of: codes, or their scales."""
+    module = _STORED_PARTS.sub("", name)
+    return name if module == name else f"{module}.weight"
+
+
 def in_names_of_tensors(
     error: CheckpointError,
     stored: Mapping[str, str],

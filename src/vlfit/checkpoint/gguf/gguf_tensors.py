@@ -25,7 +25,7 @@ from vlfit.checkpoint.gguf.file_layouts import (
 from vlfit.checkpoint.gguf.file_names import type_of_name, type_of_number
 from vlfit.checkpoint.gguf.gguf_folder import GGUFKind
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader, GGUFTensor
-from vlfit.checkpoint.gguf.gguf_names import in_names_of_tensors
+from vlfit.checkpoint.gguf.gguf_names import in_names_of_tensors, plain_name
 from vlfit.checkpoint.gguf.stored_blocks import (
     DEQUANTIZED,
     DEQUANTIZED_DTYPE,
@@ -46,12 +46,14 @@ from vlfit.checkpoint.quantization import (
 )
 from vlfit.checkpoint.tensors import (
     check_tensors,
+    first_names,
     is_embedding,
     is_vision,
     linear_weight_shapes,
+    missing_and_surplus,
     plain_tensor_shapes,
 )
-from vlfit.errors import CheckpointError, UnknownWeightsFormat
+from vlfit.errors import CheckpointError, MissingTensor, SurplusTensor, UnknownWeightsFormat
 from vlfit.models import registry
 
 # Computed from the config, or read into it: no weights.
@@ -78,9 +80,34 @@ def check_gguf_tensors(
     try:
         check_tensors(config, tensors)
     except CheckpointError as error:
+        if isinstance(error, MissingTensor | SurplusTensor):
+            error = type(error)(_counted_in_files(config, tensors, text, mmproj), error.hint)
         stored = names_in_files(config, plain_tensor_shapes(config))
         names, tower = ([file.path.name for file in each] for each in (text, mmproj))
         raise in_names_of_tensors(error, stored, names, tower, OTHER_TENSORS) from None
+
+
+def _counted_in_files(
+    config: ModelConfig, tensors: dict[str, TensorInfo], text: list[GGUFFile], mmproj: list[GGUFFile]
+) -> str:
+    """What is missing, else what is too much, counted in tensors of the file that is to blame.
+
+    A block-quantized tensor is one, not codes and scales.
+    """
+    missing, surplus = missing_and_surplus(config, tensors)
+    missing = list(dict.fromkeys(plain_name(name) for name in missing))
+    of_tower = [is_vision(name) if missing else _is_in(mmproj, tensors[name]) for name in missing or surplus]
+    blamed = [*(() if all(of_tower) else text), *(mmproj if any(of_tower) else ())] or text
+    count = sum(len(file.header.tensors) for file in blamed)
+    if not missing:
+        words = "tensors are not in the model that config.json describes"
+        return f"{len(surplus):,} of {count:,} {words}: {first_names(surplus)}"
+    whole = count + len(missing) - sum(_is_in(blamed, tensors[name]) for name in surplus)
+    return f"{len(missing):,} of {whole:,} tensors are missing: {first_names(missing)}"
+
+
+def _is_in(files: list[GGUFFile], tensor: TensorInfo) -> bool:
+    return any(file.path == tensor.file for file in files)
 
 
 def normalize_gguf(
@@ -120,8 +147,9 @@ def normalize_gguf(
         module = name.removesuffix(".weight")
         modules.setdefault(_scheme(form), []).append(module)
         tensors |= {each.name: each for each in _codes_and_scales(info, module, form)}
-    for name in found.keys() - used - set(_NO_WEIGHTS):
-        path, tensor = found[name]
+    for name, (path, tensor) in found.items():
+        if name in used or name in _NO_WEIGHTS:
+            continue
         tensors[name] = _tensor_info(name, path, tensor, FileLayout(), tensor.shape)
     schemes = tuple(replace(scheme, targets=tuple(names)) for scheme, names in modules.items())
     return replace(config, quantization=CompressedFormat(schemes, ()) if schemes else None), tensors

@@ -64,6 +64,11 @@ _SPLITTINGS = {
     **dict.fromkeys(("smollm", "starcoder", "refact"), _Splitting(digits=True)),
     "gpt-4o": _Splitting(_GPT4O),
 }
+_BYTE_LEVEL_KIND = "gpt2"
+_KINDS = (_BYTE_LEVEL_KIND, "llama")  # ``tokenizer.ggml.model``
+# Of tokenizer_config.json, with the part of their key in ``tokenizer.ggml.*_token_id``.
+_SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+_NAMED_ENDS = ("eos", "eot", "eom")  # of an answer, likewise
 # Tokens that end an answer in the templates of known models, beside those that the metadata name.
 _END_TOKENS = ("<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>")
 _SPACE = "\u2581"
@@ -111,22 +116,50 @@ def read_vocabulary(model: GGUFHeader) -> GGUFVocabulary:
     """
     tokens, types = _tokens(model)
     fields = model.fields
-    kind = fields.text("tokenizer.ggml.model")
-    readers = {"gpt2": _byte_level, "llama": _sentencepiece}
-    if kind not in readers:
-        raise UnknownArchitecture(
-            f"{model.name}: the tokenizer is {kind!r}", f"vlfit reads {' and '.join(readers)} tokenizers."
-        )
-    tokenizer = readers[kind](model, tokens, types)
+    kind = check_tokenizer(model, len(tokens))
+    tokenizer = (_byte_level if kind == _BYTE_LEVEL_KIND else _sentencepiece)(model, tokens, types)
     special = _special_tokens(fields, tokens)
     bos = special.get("bos_token")
     if bos is not None and _adds_bos(model, kind):
         tokenizer["post_processor"] = _begin_with(bos, tokens.index(bos))
     settings = {**special, "add_bos_token": _adds_bos(model, kind)}
-    template = fields.values.get("tokenizer.chat_template", "")
-    if not isinstance(template, str):
-        raise fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
-    return GGUFVocabulary(tokenizer, settings, _generation(fields, tokens, types), template)
+    return GGUFVocabulary(
+        tokenizer, settings, _generation(fields, tokens, types), chat_template_of(model) or ""
+    )
+
+
+def chat_template_of(model: GGUFHeader) -> str | None:
+    """The Jinja source of the chat template; None without one. Raises ``CheckpointError`` for no text."""
+    template = model.fields.values.get("tokenizer.chat_template")
+    if template is not None and not isinstance(template, str):
+        raise model.fields.field_error("tokenizer.chat_template", "is no text", "a Jinja template")
+    return template or None
+
+
+def check_tokenizer(model: GGUFHeader, num_tokens: int) -> str:
+    """The kind of tokenizer that ``model`` names: ``gpt2`` or ``llama``.
+
+    Checked is what can be without the texts of the ``num_tokens`` tokens: headers that were skimmed have
+    none. Raises ``UnknownArchitecture`` for a tokenizer or pre-tokenizer that vlfit does not know,
+    ``CheckpointError`` if none is named, there are no tokens, or one beyond the vocabulary is special.
+    """
+    if not num_tokens:
+        raise no_vocabulary(model)
+    kind = model.fields.text("tokenizer.ggml.model")
+    if kind not in _KINDS:
+        raise UnknownArchitecture(
+            f"{model.name}: the tokenizer is {kind!r}", f"vlfit reads {' and '.join(_KINDS)} tokenizers."
+        )
+    name = model.fields.text("tokenizer.ggml.pre", "none")
+    if kind == _BYTE_LEVEL_KIND and name not in _SPLITTINGS:
+        missing = "names no pre-tokenizer" if name == "none" else f"has the pre-tokenizer {name!r}"
+        raise UnknownArchitecture(
+            f"{model.name} {missing}, so how its text is split into tokens is not known",
+            f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
+        )
+    for key in (*_SPECIAL_TOKENS.values(), *_NAMED_ENDS):
+        _token_id(model.fields, key, num_tokens)
+    return kind
 
 
 def no_vocabulary(model: GGUFHeader) -> CheckpointError:
@@ -180,14 +213,7 @@ def _without_padding(tokens: list[str], types: list[int]) -> list[int]:
 
 
 def _byte_level(model: GGUFHeader, tokens: list[str], types: list[int]) -> dict[str, Any]:
-    name = model.fields.text("tokenizer.ggml.pre", "none")
-    splitting = _SPLITTINGS.get(name)
-    if splitting is None:
-        missing = "names no pre-tokenizer" if name == "none" else f"has the pre-tokenizer {name!r}"
-        raise UnknownArchitecture(
-            f"{model.name} {missing}, so how its text is split into tokens is not known",
-            f"vlfit knows {', '.join(sorted(_SPLITTINGS))}. Get a newer conversion of the model.",
-        )
+    splitting = _SPLITTINGS[model.fields.text("tokenizer.ggml.pre")]
     merges = model.metadata.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not merges:
         raise CheckpointError(f"{model.name} has no merges (tokenizer.ggml.merges)", OTHER_VOCABULARY)
@@ -412,24 +438,23 @@ def _begin_with(text: str, index: int) -> dict[str, Any]:
 
 def _special_tokens(fields: Fields, tokens: list[str]) -> dict[str, str]:
     """Text of each special token by its name in tokenizer_config.json."""
-    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {name: _token_id(fields, key, tokens) for name, key in names.items()}
+    ids = {name: _token_id(fields, key, len(tokens)) for name, key in _SPECIAL_TOKENS.items()}
     return {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
 
 
-def _token_id(fields: Fields, key: str, tokens: list[str]) -> int | None:
+def _token_id(fields: Fields, key: str, num_tokens: int) -> int | None:
     name = f"tokenizer.ggml.{key}_token_id"
     if not fields.has(name):
         return None
     index = fields.integer(name, minimum=0)
-    if index >= len(tokens):
-        raise fields.field_error(name, f"is {index}", f"a token below {len(tokens)}")
+    if index >= num_tokens:
+        raise fields.field_error(name, f"is {index}", f"a token below {num_tokens}")
     return index
 
 
 def _generation(fields: Fields, tokens: list[str], types: list[int]) -> dict[str, Any]:
     """The tokens that end an answer, and the recommended sampling (``general.sampling.*``), if any."""
-    named = [_token_id(fields, key, tokens) for key in ("eos", "eot", "eom")]
+    named = [_token_id(fields, key, len(tokens)) for key in _NAMED_ENDS]
     known = [
         tokens.index(text)
         for text in _END_TOKENS

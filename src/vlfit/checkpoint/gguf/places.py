@@ -40,6 +40,13 @@ TITLES = {
 }
 _PREFIXES = {f"{program}:": program for program in (OLLAMA, LM_STUDIO, LLAMA_CPP)} | {"llamacpp:": LLAMA_CPP}
 WINDOWS_USERS = Path("/mnt/c/Users")  # under WSL2
+# Ollama's as a service on Linux, as a snap, and as Arch packages it.
+OLLAMA_SERVICE = (
+    Path("/usr/share/ollama/.ollama/models"),
+    Path("/var/snap/ollama/common/models"),
+    Path("/var/lib/ollama/models"),
+    Path("/var/lib/ollama"),
+)
 MAX_ENTRIES = 50_000  # of all folders of a place
 MAX_SECONDS = 1.0  # for a place; Windows' disks are slow to list from WSL2
 _MAX_DEPTH = 5
@@ -225,11 +232,7 @@ def _ollama_folders() -> Iterator[Path]:
         yield typed
     for home in _homes():
         yield home / ".ollama" / "models"
-    # As a service on Linux, as a snap, and as Arch packages it.
-    yield Path("/usr/share/ollama/.ollama/models")
-    yield Path("/var/snap/ollama/common/models")
-    yield Path("/var/lib/ollama/models")
-    yield Path("/var/lib/ollama")
+    yield from OLLAMA_SERVICE
 
 
 def _lm_studio_folders() -> Iterator[Path]:

@@ -20,11 +20,12 @@ from vlfit.checkpoint.gguf.gguf_config import GGUFConfig, read_gguf_config
 from vlfit.checkpoint.gguf.gguf_header import GGUFHeader
 from vlfit.checkpoint.gguf.gguf_names import parse_gguf_config
 from vlfit.checkpoint.gguf.gguf_tensors import GGUFFile, check_gguf_tensors, kind_of, normalize_gguf
-from vlfit.checkpoint.gguf.gguf_vocabulary import no_vocabulary
+from vlfit.checkpoint.gguf.gguf_vocabulary import chat_template_of, check_tokenizer, no_vocabulary
 from vlfit.checkpoint.gguf.repository import GgufRepository, Quantization
 from vlfit.checkpoint.gguf.skim import ReadRanges, Skimmed, read_file_ranges, skim_file, skim_header
 from vlfit.checkpoint.gguf.stored_blocks import PLAIN_TYPES, BlockPart
 from vlfit.checkpoint.headers import TensorInfo
+from vlfit.checkpoint.processor_files import no_gguf_template
 from vlfit.checkpoint.remote_headers import RemoteFiles, remote_files
 from vlfit.checkpoint.source import Checkpoint
 from vlfit.errors import CheckpointError, VlfitError
@@ -133,28 +134,35 @@ def _checkpoint(
     }
     mmproj = tower[0][1][0].header if tower else None
     files = [[GGUFFile(Path(path), opened[0].header) for path, opened in each] for each in (parts, tower)]
+    skipped_tokens = parts[0][1][0].left_out.get(TOKENS_KEY, 0)
     try:
-        found = config_of_headers(header, mmproj, lambda tensor: _read_by_name(readers, header, tensor))
+        found = config_of_headers(
+            header, skipped_tokens, mmproj, lambda tensor: _read_by_name(readers, header, tensor)
+        )
         config, tensors = normalize_gguf(parse_gguf_config(found.config, header, mmproj), *files)
         check_gguf_tensors(config, tensors, *files)
     except CheckpointError as error:
         if not (may_leave_out and mmproj is not None and blames(error, mmproj)):
             raise
         return _checkpoint(name, folder, parts, (), left_out=none_fits([error.message]))
+    if config.vision is not None and chat_template_of(header) is None:
+        raise no_gguf_template(header.name)  # as the prompts of one that is opened
     kind = replace(kind_of(*files), max_image_tokens=found.max_image_tokens, without_tower=left_out)
     return Checkpoint(name, folder, config, tensors, kind)
 
 
 def config_of_headers(
     model: GGUFHeader,
+    skipped_tokens: int,
     mmproj: GGUFHeader | None,
     read: Callable[[str], npt.NDArray[np.float32]],
 ) -> GGUFConfig:
-    """Config of a model whose headers have no vocabulary (``read_gguf_config``)."""
+    """Config of a model (``read_gguf_config``) whose header was read without ``skipped_tokens`` tokens."""
     metadata = dict(model.metadata)
     tokens = metadata.get(TOKENS_KEY, [])
     if not isinstance(tokens, list):
         raise no_vocabulary(model)
+    check_tokenizer(model, skipped_tokens or len(tokens))
     metadata[TOKENS_KEY] = tokens or list(_VISION_TOKENS)
     return read_gguf_config(replace(model, metadata=metadata), mmproj, read)
 

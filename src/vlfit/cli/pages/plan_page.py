@@ -522,6 +522,8 @@ def text_of(console: Console) -> str:
 
 
 def _short(plan: "Plan") -> str:
+    if plan.model.gguf_type and plan.model.source:  # with its program, or its path, it can be typed
+        return escape_control(plan.model.source, terminal=True)
     return escape_control(plan.model.name.rpartition("/")[2], terminal=True)
 
 

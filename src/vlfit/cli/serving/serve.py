@@ -175,13 +175,13 @@ def _resolved_models(settings: "Settings", names: tuple[str, ...], options: Serv
 
     printer = Printer(quiet=options.quiet or options.json)
     resolved = []
-    for name in names_here(names, printer):
+    for name in names_here(names, printer, settings.device):
         if name == "auto":
             choice = choose_model("native", device=settings.device)
             refuse_mini(choice)
             resolved.append(choice.model)
             continue
-        one = resolve_or_ask(name, printer, yes=settings.yes)
+        one = resolve_or_ask(name, printer, yes=settings.yes, device=settings.device)
         locate_or_download(one)
         resolved.append(one)
     return tuple(dict.fromkeys(resolved))
@@ -209,7 +209,9 @@ def _with_resolved_model(settings: "Settings", options: ServeOptions, *, downloa
     backend = settings.backend or "native"
     files = file_selection_for(settings.backend, code=options.trust_remote_code)
     printer = Printer(quiet=options.quiet or options.json)
-    name = resolve_or_ask(settings.model, printer, yes=settings.yes, backend=backend, files=files)
+    name = resolve_or_ask(
+        settings.model, printer, yes=settings.yes, backend=backend, files=files, device=settings.device
+    )
     if download:
         locate_or_download(name, None, files)
     return settings.model_copy(update={"model": name})

@@ -12,12 +12,10 @@ if TYPE_CHECKING:
     from vlfit.api.engine_options import EngineOptions
     from vlfit.api.progress import LoadProgress
     from vlfit.backends.base import Backend
-    from vlfit.checkpoint.cache import LocalModel
     from vlfit.checkpoint.source import Checkpoint
     from vlfit.cli.printing import Printer
     from vlfit.machine.model import Gpu
     from vlfit.plan.actual import Expectation
-    from vlfit.plan.shapes import Model
     from vlfit.server.models.all_models import AllModels
     from vlfit.server.models.on_demand import OnDemandModel
     from vlfit.settings import Settings
@@ -76,7 +74,7 @@ def check_backend(settings: "Settings", names: Sequence[str]) -> None:
         )
 
 
-def names_here(names: Sequence[str], printer: "Printer") -> list[str]:
+def names_here(names: Sequence[str], printer: "Printer", device: str | None = None) -> list[str]:
     """``names`` with the models on this computer in place of ``all-here``, the best that fits first.
 
     Left out: text-only models, incomplete downloads, and mini with its copies, which have to be named. If
@@ -84,19 +82,16 @@ def names_here(names: Sequence[str], printer: "Printer") -> list[str]:
     """
     if ALL_HERE not in names:
         return list(names)
-    from vlfit.checkpoint.source import is_mini, local_models
+    from vlfit.checkpoint.source import local_models
     from vlfit.plan.gguf_shelf import MAX_SECONDS, read_shelf
-    from vlfit.plan.model_choice import choose_checkpoint
+    from vlfit.plan.model_choice import choose_checkpoint, ranked_here
     from vlfit.plan.processors import this_computer
 
-    found, shelf = local_models(), read_shelf(MAX_SECONDS)
-    best = choose_checkpoint(this_computer(), found, shelf=shelf.models).model
-    seeing: list[LocalModel | Model] = [
-        each for each in found if each.complete and each.has_vision and not is_mini(each.name)
-    ]
-    seeing += [each for each in shelf.models if each.vision is not None]
-    ranked = sorted(seeing, key=lambda each: (each.name != best, -each.parameters))
-    here = [each.name for each in ranked]
+    machine = this_computer(device)
+    found, shelf = local_models(), read_shelf(machine, MAX_SECONDS)
+    best = choose_checkpoint(machine, found, shelf=shelf.models).model
+    here = [each.name for each in ranked_here(machine, found, shelf.models)]
+    here.sort(key=lambda name: name != best)
     left = f"; {shelf.left} GGUF models were not looked at" if shelf.left else ""
     printer.note(f"on this computer: {', '.join(here) or 'no model but mini'}{left}")
     named = [name for each in names for name in (here if each == ALL_HERE else [each])]

@@ -149,7 +149,8 @@ class Qwen3VLPrompts:
             raise InvalidRequest(
                 f"the conversation has {len(wanted)} pictures or clips, "
                 f"but the checkpoint's chat template placed {len(placeholders)}",
-                "Put pictures into user messages; most templates drop them elsewhere.",
+                "Put pictures into user messages: most templates drop them elsewhere. If they are there, the "
+                "template is a text model's: get another conversion of the model.",
                 param="messages",
             )
         for index, image in enumerate(images):

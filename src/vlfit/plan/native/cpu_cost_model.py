@@ -16,7 +16,7 @@ from vlfit.plan.native.cost_model import drafts_remarks, serve_words
 from vlfit.plan.needs import Needs, needs_of
 from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, weights_preference
-from vlfit.plan.processors import MOST_PARAMETERS, Ram, ram_as_gpu
+from vlfit.plan.processors import LEAST_TOKENS_PER_S, MOST_PARAMETERS, Ram, ram_as_gpu
 from vlfit.plan.shapes import Model
 from vlfit.plan.speed import Speed, rounded
 from vlfit.plan.wishes import CPU, Wishes
@@ -24,9 +24,9 @@ from vlfit.units import MIB
 
 # A longer context or a larger picture takes a CPU minutes, and is planned if it is asked for.
 LONGEST_CONTEXT = 8192
-# A model is recommended that writes as fast as one reads, and begins to answer about a picture of 512x512
-# pixels before one gives up: choices.
-LEAST_TOKENS_PER_S, MOST_PICTURE_SECONDS = 6.0, 10.0
+# A model is recommended that writes as fast as one reads (``LEAST_TOKENS_PER_S``), and begins to answer about
+# a picture of 512x512 pixels before one gives up: a choice.
+MOST_PICTURE_SECONDS = 10.0
 
 
 class CpuCosts:
