@@ -13,6 +13,7 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.engine.memory import kv_resize
+from vlfit.engine.memory.budget import Budget
 from vlfit.engine.memory.kv_resize import KVResizer
 from vlfit.errors import OutOfMemory
 from vlfit.units import MIB
@@ -56,6 +57,18 @@ def test_torch_takes_no_more_than_the_plan_says(tiny: Callable[[str], Path]) -> 
     stream = submit_picture_request(built, 1, SamplingParams(max_tokens=4, ignore_eos=True))
     run(built)
     assert [len(ids) for ids in tokens([stream])] == [4]
+
+
+def test_free_memory_becomes_one_segment() -> None:
+    budget = Budget(torch.device("cuda"))
+    tensors = [torch.empty(size * MIB // 2, dtype=torch.uint8, device="cuda") for size in (1, 50, 70, 90)]
+    tensors.clear()
+    before = torch.cuda.memory_reserved()
+    budget.join_free_memory()
+    assert torch.cuda.memory_reserved() == before
+    whole = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")  # more than any of the segments had
+    assert torch.cuda.memory_reserved() == before
+    del whole
 
 
 def test_an_allocation_that_fails_costs_its_request(

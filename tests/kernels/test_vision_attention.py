@@ -5,7 +5,13 @@ import torch
 import torch.nn.functional as F
 
 from tests.kernels.conftest import DTYPES, TOLERANCES, relative_error
-from vlfit.kernels.rows.vision_ops import VisionTiles, add_layer_norm, split_head_dim, vision_attention
+from vlfit.kernels.rows.vision_ops import (
+    VisionTiles,
+    add_layer_norm,
+    gelu_tanh_,
+    split_head_dim,
+    vision_attention,
+)
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -53,3 +59,16 @@ def test_add_layer_norm(rows: int, width: int, dtype: torch.dtype, device: torch
     assert torch.equal(hidden, expected_sum)
     expected = F.layer_norm(expected_sum.double(), (width,), weight.double(), bias.double(), 1e-6)
     assert relative_error(norm, expected) < TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 3), (5, 64), (3, 1025)])
+def test_gelu_tanh(rows: int, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    torch.manual_seed(0)
+    x = (3 * torch.randn(rows, width)).to(device, dtype)
+    x.view(-1)[:3] = torch.tensor([0.0, -60.0, 60.0])
+    expected = F.gelu(x.double(), approximate="tanh")
+    found = gelu_tanh_(x)
+    assert found is x
+    assert relative_error(x, expected) < TOLERANCES[dtype]
+    assert x.view(-1)[:3].tolist() == pytest.approx([0.0, 0.0, 60.0], abs=1e-30)

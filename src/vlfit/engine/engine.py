@@ -308,6 +308,10 @@ class NativeEngine:
             layers.reset()
         self._budget.release()
 
+    def join_free_memory(self) -> None:
+        """See ``Budget``: after a rehearsal, so that requests of other sizes need no more than it did."""
+        self._budget.join_free_memory()
+
     @property
     def busy(self) -> bool:
         """Whether any request is running or queued."""

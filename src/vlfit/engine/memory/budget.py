@@ -1,6 +1,7 @@
 """Memory budget of the engine: torch's pool cap, free memory, and out-of-memory errors."""
 
 import re
+from contextlib import suppress
 from weakref import WeakKeyDictionary
 
 import torch
@@ -8,7 +9,7 @@ import torch
 from vlfit.errors import UsageError
 from vlfit.loading.pinned import CAPTURING
 from vlfit.machine.host import read_host
-from vlfit.units import format_bytes, parse_bytes
+from vlfit.units import MIB, format_bytes, parse_bytes
 
 _REQUESTED = re.compile(r"ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMG]iB)")
 # Messages of libraries and of kernels being loaded, beside torch's own allocations.
@@ -91,10 +92,32 @@ class Budget:
             with CAPTURING:  # of another engine of this process
                 torch.cuda.empty_cache()
 
+    def join_free_memory(self) -> None:
+        """Replace the free segments of torch's pool by one segment as large. Does nothing on a CPU.
+
+        A segment is as large as the tensor that it was taken for. A tensor of another size may fit into none
+        of those that are free, and torch takes a further one; of a single segment it would be a part. If
+        another process takes the memory meanwhile, torch takes segments as they are needed, as before.
+        """
+        if self.device.type != "cuda":
+            return
+        with CAPTURING, suppress(torch.OutOfMemoryError):
+            before = _reserved_bytes(self.device)
+            torch.cuda.empty_cache()
+            large, small = (a - b for a, b in zip(before, _reserved_bytes(self.device), strict=True))
+            tensors = [torch.empty(MIB, dtype=torch.uint8, device=self.device) for _ in range(small // MIB)]
+            tensors.append(torch.empty(large, dtype=torch.uint8, device=self.device))
+
     def describe_free(self) -> str:
         """``available_bytes`` as a clause for an error message, such as "1.2 GiB were free"."""
         limit = f" of the {format_bytes(self.limit)} that the plan allows" if self.limit is not None else ""
         return f"{format_bytes(self.available_bytes())}{limit} were free"
+
+
+def _reserved_bytes(device: torch.device) -> tuple[int, int]:
+    """Bytes of torch's pool in segments for tensors of more than a MiB, and in those for smaller ones."""
+    stats = torch.cuda.memory_stats(device)
+    return stats["reserved_bytes.large_pool.current"], stats["reserved_bytes.small_pool.current"]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

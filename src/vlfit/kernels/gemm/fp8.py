@@ -24,8 +24,9 @@ from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
 FP8_MAX, MIN_AMAX = 448.0, 1e-12  # largest float8_e4m3fn; lower bound of a group's amax
 _BLOCK = 1024  # elements that one program quantizes
-# GEMMs with at least this many multiply-adds for each multiprocessor go to cuBLAS. It takes a quarter to a third
-# less time, 50 us of our kernel's 134 on an H200, which is what calling it through torch costs (docs/log.md).
+# GEMMs with at least this many multiply-adds for each multiprocessor go to cuBLAS, which takes a quarter to a
+# third less time. That is 53 us of our kernel's 134 for gate and up of 4B on an H200, about what calling it
+# through torch costs (docs/log.md).
 CUBLAS_MIN_MACS = 15 * 10**7
 
 
@@ -164,8 +165,8 @@ def fp8_linear(
 
     ``weights`` must pass ``supports_fp8_gemm`` (not checked). GEMMs of ``CUBLAS_MIN_MACS`` or more for each
     multiprocessor go to cuBLAS if it takes the dtype and scales (``supports_cublas_fp8``) and ``tiles`` is
-    None; others go to the kernel, with ``DEFAULT_TILES`` if ``tiles`` is None. Memory for the result is allocated in multiples
-    of ``FP8_ROW_MULTIPLE`` rows.
+    None; others go to the kernel, with ``DEFAULT_TILES`` if ``tiles`` is None. Memory for the result is
+    allocated in multiples of ``FP8_ROW_MULTIPLE`` rows.
     """
     device = x.codes.device
     card = card_of(device)

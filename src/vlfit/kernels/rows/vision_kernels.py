@@ -11,7 +11,9 @@ import triton.language as tl
 from vlfit.kernels.launch import cache_launches
 
 _LOG2_E = 1.4426950408889634
-_GELU_SCALE = tl.constexpr(-2 * (2 / 3.141592653589793) ** 0.5 * _LOG2_E)  # to be multiplied by x + 0.044715 x^3
+_GELU_SCALE = tl.constexpr(
+    -2 * (2 / 3.141592653589793) ** 0.5 * _LOG2_E
+)  # to be multiplied by x + 0.044715 x^3
 
 
 @triton.jit
@@ -162,17 +164,18 @@ def add_layer_norm_kernel(
 @cache_launches
 @triton.jit
 def gelu_tanh_kernel(x, numel, BLOCK: tl.constexpr):
-    """GELU of the ``numel`` elements of ``x`` in place, by its approximation with tanh (Hendrycks and Gimpel).
+    """GELU of the ``numel`` elements of ``x`` in place, by its approximation with tanh.
 
-    x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)), with u = sqrt(2 / pi) (x + 0.044715 x^3). Grid: (blocks of
-    BLOCK elements,).
+    x (1 + tanh(u)) / 2 is x / (1 + exp(-2 u)), with u = sqrt(2 / pi) (x + 0.044715 x^3) (Hendrycks and
+    Gimpel, 2016). Grid: (blocks of BLOCK elements,).
     """
     offs = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = offs < numel
     values = tl.load(x + offs, mask=mask, other=0.0)
     v = values.to(tl.float32)
     exponent = v * (_GELU_SCALE + _GELU_SCALE * 0.044715 * v * v)
-    tl.store(x + offs, (v / (1.0 + tl.exp2(exponent))).to(values.dtype), mask=mask)
+    power = tl.exp2(tl.minimum(exponent, 127.0))  # does not overflow
+    tl.store(x + offs, (v / (1.0 + power)).to(values.dtype), mask=mask)
 
 
 @cache_launches
