@@ -65,9 +65,10 @@ def test_free_memory_becomes_one_segment() -> None:
     tensors.clear()
     before = torch.cuda.memory_reserved()
     budget.join_free_memory()
-    assert torch.cuda.memory_reserved() == before
+    joined = torch.cuda.memory_reserved()
+    assert before <= joined <= before + 4 * MIB
     whole = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")  # more than any of the segments had
-    assert torch.cuda.memory_reserved() == before
+    assert torch.cuda.memory_reserved() == joined
     del whole
 
 

@@ -17,7 +17,7 @@ from triton import knobs
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.execution.dry_run import engine_launches
-from vlfit.engine.execution.precompile import compile_launches
+from vlfit.engine.execution.precompile import Compilers
 from vlfit.kernels.launch import LaunchCache
 from vlfit.kernels.launches import compile_for, record_launches
 from vlfit.kernels.rows.row_ops import add_rms_norm, rope_cos_sin, silu_and_mul
@@ -56,9 +56,10 @@ def asked_for() -> Iterator[list[str]]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    with simulate_card(TargetCard(CAPABILITY)), record_launches() as launches:
-        call_all("meta")
-    compiled = compile_launches(list(launches), CAPABILITY, processes=2)
+    with Compilers(CAPABILITY, processes=2) as compilers:
+        with simulate_card(TargetCard(CAPABILITY)), record_launches(compilers.add):
+            call_all("meta")
+        compiled = compilers.hashes()
     hits: list[bool] = []
     knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
     with compile_for(CAPABILITY), asked_for() as hashes:

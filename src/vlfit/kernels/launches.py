@@ -6,11 +6,12 @@ source, the card's compute capability, types, alignment, constants and options).
 """
 
 import importlib
+import pkgutil
 import re
 import subprocess
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,11 +81,14 @@ def _kind(parameter: Any, value: Any) -> Pointer | int | float | None:
 
 
 @contextmanager
-def record_launches() -> Iterator[dict[Launch, int]]:
+def record_launches(
+    found: Callable[[Launch], None] = lambda launch: None,
+) -> Iterator[dict[Launch, int]]:
     """Record launches within the block instead of running them; outputs stay as they were allocated.
 
     Launches of all threads of the process are recorded. Yields them in order of their first occurrence, with
-    how often each was asked for. Raises ``DeviceError`` under Triton's interpreter, which bypasses launches.
+    how often each was asked for. ``found``: told each at its first occurrence. Raises ``DeviceError`` under
+    Triton's interpreter, which bypasses launches.
     """
     from triton import knobs
 
@@ -95,6 +99,8 @@ def record_launches() -> Iterator[dict[Launch, int]]:
 
     def record(cache: LaunchCache, grid: tuple[int, ...], arguments: Any, constants: Any) -> None:
         launch = launch_of(cache.kernel, arguments, constants)
+        if launch not in launches:
+            found(launch)
         launches[launch] = launches.get(launch, 0) + 1
 
     setattr(LaunchCache, "_launch", record)  # noqa: B010
@@ -102,6 +108,15 @@ def record_launches() -> Iterator[dict[Launch, int]]:
         yield launches
     finally:
         setattr(LaunchCache, "_launch", original)  # noqa: B010
+
+
+def import_kernels() -> None:
+    """Import every module of kernels, and Triton with them."""
+    from vlfit import kernels
+
+    for module in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        if module.name.endswith("_kernels"):
+            importlib.import_module(module.name)
 
 
 class _Address:
@@ -156,6 +171,20 @@ def compile_launch(launch: Launch) -> Any:
     kernel = wrapped.kernel if isinstance(wrapped, LaunchCache) else wrapped
     arguments = [_Address(each) if isinstance(each, Pointer) else each for each in launch.arguments]
     return kernel.run(*arguments, grid=(1,), warmup=True, **dict(launch.constants))
+
+
+def build_launcher(compiled: Any) -> None:
+    """Build the C extension that launches ``compiled``, which ``compile_launch`` returned.
+
+    Triton up to 3.6 has one for each signature, built at the first launch by the C compiler and kept in
+    Triton's cache. Does nothing with later versions, and without a driver or a C compiler: then nothing can
+    be launched here, which ``check_toolchain`` says.
+    """
+    from triton.backends.nvidia import driver
+
+    if hasattr(driver, "make_launcher"):
+        with suppress(AssertionError, ImportError, OSError, RuntimeError, subprocess.CalledProcessError):
+            driver.CudaLauncher(compiled.src, compiled.metadata)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,7 @@ _PROBE = 4096  # bytes tested to decide whether a chunk is cached
 # Shapes of operations, written in Python, for torch.compile and the meta device. With what it imports
 # (torch._decomp, _refs, _prims) it is a third of importing the engine (docs/log.md).
 _META_REGISTRATIONS = "torch._meta_registrations"
+_COMPILER = "torch._dynamo"
 _TESTED_TORCH = ("2.11.", "2.13.")
 
 _gpus_before: list[tuple[Gpu, ...]] = []  # at most one entry
@@ -59,6 +60,21 @@ def defer_meta_registrations() -> None:
     with suppress(PackageNotFoundError):
         if version("torch").startswith(_TESTED_TORCH):
             sys.modules.setdefault(_META_REGISTRATIONS, _LazyModule(_META_REGISTRATIONS))
+
+
+def leave_out_compiler() -> None:
+    """Keep torch from importing ``torch._dynamo``, of which torch.compile is a part: two seconds and more.
+
+    torch imports it to disable it for some functions of the meta device, which then run as they are. For a
+    process that compiles nothing by torch, after torch was imported. Does nothing if ``torch._dynamo`` is
+    imported already, or with a torch that this was not tested with.
+    """
+    import torch
+
+    if torch.__version__.startswith(_TESTED_TORCH) and _COMPILER not in sys.modules:
+        stub = ModuleType(_COMPILER)
+        stub.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
+        sys.modules[_COMPILER] = torch._dynamo = stub
 
 
 def start_cuda_context(device: str) -> tuple[Gpu, ...]:

@@ -5,6 +5,7 @@ Tensors have no bytes, weights are not read, and launches are recorded. What the
 made up: every token is 1.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -39,14 +40,16 @@ def engine_launches(
     options: EngineOptions,
     card: TargetCard,
     dequant: DequantConfig = DEFAULT_DEQUANT_CONFIG,
+    found: Callable[[Launch], None] = lambda launch: None,
 ) -> dict[Launch, int]:
     """The launches of an engine's start on ``card``, in order, with how often each is asked for.
 
     Of ``checkpoint`` only config and headers are used: its weights need not be here. Pictures are as large as
-    options and context allow. ``dequant``: as in ``MemoryFit``. Raises what the engine raises. Changes global
-    state of the kernels, so for a process of its own.
+    options and context allow. ``dequant``: as in ``MemoryFit``. ``found``: told each launch when it is first
+    asked for. Raises what the engine raises. Changes global state of the kernels, so for a process of its
+    own.
     """
-    with simulate_card(card), record_launches() as launches, _UnreadTensors(), torch.no_grad():
+    with simulate_card(card), record_launches(found) as launches, _UnreadTensors(), torch.no_grad():
         engine = _DryEngine(checkpoint, options, dequant)
         warmup.profile_peak_memory(engine)
         warmup.warm_up_kernels(engine)

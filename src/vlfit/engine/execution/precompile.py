@@ -1,8 +1,8 @@
 """The process that compiles an engine's kernels ahead: ``python -m vlfit.engine.execution.precompile``.
 
-Reads a ``BuildRequest`` from stdin, finds its launches by a dry run, compiles them in child processes into
-Triton's cache, and says on stdout how many are done. Started by ``loading/kernel_build.py``. Ends when stdin
-is closed, so that no compiler outlives whoever wanted it.
+Reads a ``BuildRequest`` from stdin, finds its launches by a dry run, compiles them meanwhile in child
+processes into Triton's cache, and says on stdout how many are done. Started by ``loading/kernel_build.py``.
+Ends when stdin is closed, so that no compiler outlives whoever wanted it.
 """
 
 import json
@@ -10,19 +10,19 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
+from typing import Self
 
 from vlfit.checkpoint.remote_headers import read_remote_checkpoint
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint, resolve_name
 from vlfit.errors import VlfitError
-from vlfit.kernels.launches import Launch, compile_for, compile_launch
+from vlfit.kernels.launches import Launch, build_launcher, compile_for, compile_launch, import_kernels
 from vlfit.loading.kernel_build import BuildRequest
+from vlfit.loading.preload import leave_out_compiler
 
 LOW_PRIORITY = 19
-# Kernels that take longest to compile begin first, so that none is waited for alone at the end.
-_SLOWEST = ("paged_decode", "sample_tokens", "gated_delta", "paged_prefill", "matmul", "attention")
 
 
 def checkpoint_of(model: str) -> Checkpoint:
@@ -39,45 +39,59 @@ def checkpoint_of(model: str) -> Checkpoint:
     return read_remote_checkpoint(found.name)
 
 
-def request_launches(request: BuildRequest, checkpoint: Checkpoint) -> list[Launch]:
-    """The launches of ``request``, whose model is ``checkpoint``, the slowest to compile first.
+def find_launches(request: BuildRequest, checkpoint: Checkpoint, found: Callable[[Launch], None]) -> None:
+    """Tell ``found`` each launch of ``request``, whose model is ``checkpoint``, as soon as it is known.
 
     Raises what the engine raises. Changes global state of the kernels: for a process of its own.
     """
     from vlfit.engine.execution.dry_run import engine_launches
     from vlfit.kernels.target import TargetCard
 
-    launches = engine_launches(checkpoint, request.engine_options, TargetCard(*request.card), request.dequant)
-    return sorted(launches, key=_slowness)
+    card = TargetCard(*request.card)
+    engine_launches(checkpoint, request.engine_options, card, request.dequant, found)
 
 
-def _slowness(launch: Launch) -> int:
-    return next((place for place, name in enumerate(_SLOWEST) if name in launch.name), len(_SLOWEST))
+class Compilers:
+    """Child processes that compile launches for ``capability``, ``processes`` at once, as they are added.
 
-
-def compile_launches(
-    launches: Sequence[Launch],
-    capability: tuple[int, int],
-    processes: int,
-    done: Callable[[int], None] = lambda count: None,
-) -> list[str]:
-    """Compile ``launches`` for ``capability`` in ``processes`` children; returns Triton's hash of each.
-
-    ``done``: told how many are done. The children are forked, so nothing may have used CUDA. Raises what
-    Triton raises, or ``BrokenProcessPool`` if a compiler was killed.
+    The children are forked by the constructor, so nothing may have used CUDA. All kernels are imported
+    before, lest each child does so. Use it in a ``with`` block, which waits for what was added.
     """
-    with ProcessPoolExecutor(processes, get_context("fork"), _follow_parent, (os.getpid(),)) as pool:
-        waiting = {pool.submit(_compile, launch, capability): place for place, launch in enumerate(launches)}
-        hashes = [""] * len(launches)
-        for count, future in enumerate(as_completed(waiting), 1):
-            hashes[waiting[future]] = future.result()
-            done(count)
-    return hashes
+
+    def __init__(self, capability: tuple[int, int], processes: int) -> None:
+        import_kernels()
+        self._capability = capability
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _follow_parent, (os.getpid(),))
+        self._pool.submit(int).result()  # forks all of them
+        self._added: list[Future[str]] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def add(self, launch: Launch) -> None:
+        """Compile ``launch`` as soon as a child is free."""
+        self._added.append(self._pool.submit(_compile, launch, self._capability))
+
+    def hashes(self, done: Callable[[int, int], None] = lambda count, added: None) -> list[str]:
+        """Wait for all that were added; Triton's hash of each, in order.
+
+        ``done``: told how many are done, of how many. Raises what Triton raises, or ``BrokenProcessPool`` if
+        a compiler was killed.
+        """
+        for count, future in enumerate(as_completed(self._added), 1):
+            future.result()
+            done(count, len(self._added))
+        return [future.result() for future in self._added]
 
 
 def _compile(launch: Launch, capability: tuple[int, int]) -> str:
     with compile_for(capability):
-        return str(compile_launch(launch).hash)
+        compiled = compile_launch(launch)
+    build_launcher(compiled)
+    return str(compiled.hash)
 
 
 def _follow_parent(parent: int) -> None:
@@ -104,15 +118,16 @@ def main(arguments: Iterable[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    launches = request_launches(request, checkpoint)
+    leave_out_compiler()
 
-    def say(count: int) -> None:
-        print(json.dumps({"done": count, "kernels": len(launches)}), flush=True)
+    def say(done: int, found: int) -> None:
+        print(json.dumps({"done": done, "kernels": found}), flush=True)
 
-    say(0)
-    compile_launches(launches, request.card[0], processes, say)
+    with Compilers(request.card[0], processes) as compilers:
+        find_launches(request, checkpoint, compilers.add)
+        hashes = compilers.hashes(say)
     marker.parent.mkdir(parents=True, exist_ok=True)
-    marker.write_text(f"{len(launches)} kernels\n", "ascii")
+    marker.write_text(f"{len(hashes)} kernels\n", "ascii")
 
 
 # By its number: a forked child closes ``sys.stdin``, whose lock a thread that reads it holds for ever.

@@ -21,6 +21,8 @@ _OUT_OF_MEMORY = (
 )
 
 
+_SPARE = 4 * MIB  # for small tensors that the rehearsal did not have at once
+
 # Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
 _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
 
@@ -96,8 +98,9 @@ class Budget:
         """Replace the free segments of torch's pool by one segment as large. Does nothing on a CPU.
 
         A segment is as large as the tensor that it was taken for. A tensor of another size may fit into none
-        of those that are free, and torch takes a further one; of a single segment it would be a part. If
-        another process takes the memory meanwhile, torch takes segments as they are needed, as before.
+        of those that are free, and torch takes a further one; of a single segment it would be a part. Those
+        for tensors below a MiB become ``_SPARE`` larger. If another process takes the memory meanwhile, torch
+        takes segments as they are needed, as before.
         """
         if self.device.type != "cuda":
             return
@@ -105,8 +108,9 @@ class Budget:
             before = _reserved_bytes(self.device)
             torch.cuda.empty_cache()
             large, small = (a - b for a, b in zip(before, _reserved_bytes(self.device), strict=True))
-            tensors = [torch.empty(MIB, dtype=torch.uint8, device=self.device) for _ in range(small // MIB)]
-            tensors.append(torch.empty(large, dtype=torch.uint8, device=self.device))
+            sizes = [large, *[MIB] * ((small + _SPARE) // MIB)]
+            tensors = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
+            del tensors
 
     def describe_free(self) -> str:
         """``available_bytes`` as a clause for an error message, such as "1.2 GiB were free"."""
