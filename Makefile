@@ -3,6 +3,7 @@
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
+#   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: four minutes
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary
 #   make fuzz        thousands of requests to each API, made up from its description (15 minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
@@ -18,7 +19,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -50,10 +51,13 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not gguf and not container"
+	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not gguf and not container and not cards"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
+
+test-cards: $(DEV)
+	@$(PYTEST) -m cards tests/kernels
 
 test-browser: $(DEV)
 	@scripts/install-browser

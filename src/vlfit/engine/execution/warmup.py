@@ -321,6 +321,7 @@ _SHORT = 16  # tokens of a prompt
 # Rows of a prefill step; the profiling run has the largest. In steps of a quarter from 64 on, as cuBLAS has a
 # kernel of its own for many sizes, and loads it when it is first asked for: 2 MiB of the card.
 PREFILL_ROWS = (1, 8, 16, 32, 64, 80, 104, 128, 160, 200, 256, 320, 400, 512, 640, 800)
+_DENSE_TOKENS = 1280  # of pictures; larger ones are rare, and encoding them takes long
 BATCH_SIZES = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences sampled at once, then decoding beside a prompt
 VERIFY_ROWS = (2, 3, 5, MAX_DRAFT_ROWS)  # rows of a verify step
 SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
@@ -483,8 +484,8 @@ def max_features_prompt(engine: NativeEngine) -> Prompt:
 def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
     """Image sizes to warm up, in tokens: the smallest possible, then a quarter more each.
 
-    All are below ``engine.image_tokens``, and as dense as ``PREFILL_ROWS``. Empty for a text-only engine.
-    ``engine.image_tokens`` itself is left out: the profiling run has that size.
+    Doubled from ``_DENSE_TOKENS`` on, while below ``engine.image_tokens``: the profiling run has that size.
+    Empty for a text-only engine.
     """
     processing = engine.image_processor_config
     if processing is None or engine.image_tokens == 0:
@@ -493,4 +494,4 @@ def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
     max_tokens = min(engine.image_tokens, engine.context - 3 - _WARM_UP_TOKENS)
     while tokens < max_tokens:
         yield tokens
-        tokens += max(tokens // 4, 1)
+        tokens += max(tokens // 4, 1) if tokens < _DENSE_TOKENS else tokens
