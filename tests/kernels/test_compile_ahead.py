@@ -7,6 +7,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from tests.kernels.test_small_cards import run_module
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.kernels import launches
 from vlfit.loading import kernel_build
 from vlfit.loading.kernel_build import BuildRequest, KernelBuild, build_request, start_build, triton_cache
 from vlfit.machine.cards import machine_with_card
@@ -210,3 +212,25 @@ def test_an_engine_compiles_nothing_itself(kv_dtype: str) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1]) == 0, done.stderr
+
+
+@pytest.mark.parametrize("failure", [None, AssertionError("libcuda.so cannot found!"), FileNotFoundError()])
+def test_the_launcher_is_built_where_it_can_be(
+    failure: Exception | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton up to 3.6 has a C extension for each signature."""
+    driver = pytest.importorskip("triton.backends.nvidia.driver")
+    built: list[tuple[str, str]] = []
+
+    def build(source: str, metadata: str) -> None:
+        built.append((source, metadata))
+        if failure is not None:
+            raise failure
+
+    monkeypatch.setattr(driver, "CudaLauncher", build)
+    monkeypatch.setattr(driver, "make_launcher", None, raising=False)
+    launches.build_launcher(SimpleNamespace(src="source", metadata="metadata"))
+    assert built == [("source", "metadata")]
+    monkeypatch.delattr(driver, "make_launcher")
+    launches.build_launcher(SimpleNamespace(src="source", metadata="metadata"))
+    assert len(built) == 1
