@@ -170,13 +170,22 @@ def test_sides_over_1_to_200_are_refused_with_numbers() -> None:
     assert smart_resize(100, 20000, 32, 1024, 65536) == (32, 3616)
 
 
-def test_the_key_depends_on_the_content_alone() -> None:
-    png, same = (prepare_image(ImagePart(picture(file_format=kind)), SMALL, None) for kind in ("PNG", "BMP"))
+def test_the_key_depends_on_the_file_and_the_size_it_is_seen_at() -> None:
+    one = prepare_image(ImagePart(picture(), "one"), SMALL, None)
+    same = prepare_image(ImagePart(picture(), "another label"), SMALL, None)
+    smaller = prepare_image(ImagePart(picture()), SMALL, one.tokens - 1)
     other = prepare_image(ImagePart(picture(seed=1)), SMALL, None)
     turned = prepare_image(ImagePart(picture(64, 96)), SMALL, None)
-    assert len(png.key) == 32
-    assert png.key == same.key
-    assert len({png.key, other.key, turned.key}) == 3
+    assert len(one.key) == 32
+    assert one.key == same.key
+    assert len({each.key for each in (one, smaller, other, turned)}) == 4
+
+
+def test_of_a_file_larger_than_its_pixels_they_are_the_key() -> None:
+    small = picture(64, 64, file_format="PNG")
+    padded = small + bytes(64 * 64 * 3)  # after the last chunk of a PNG nothing is read
+    keys = {prepare_image(ImagePart(data), SMALL, None).key for data in (padded, padded + b"more")}
+    assert len(keys) == 1
 
 
 def test_byte_values_equal_the_reference() -> None:

@@ -36,8 +36,8 @@ class PreparedImage:
 
     ``pixels``: uint8 [frames, height, width, 3]. ``frames`` is 1 for a picture; for a clip a multiple of
     the checkpoint's ``temporal_patch_size`` (the last frame is repeated). ``grid``: (time, height, width)
-    in patches. ``tokens``: image tokens in the prompt. ``key``: SHA-256 of shape and pixels, for the encoder
-    and prefix caches. ``seen``: what the answer reports of it. ``frame_seconds``: for a clip the time of each
+    in patches. ``tokens``: image tokens in the prompt. ``key``: for the encoder and prefix caches, SHA-256 of the
+    shape and of the file, or of the pixels where these are fewer bytes or there are several files. ``seen``: what the answer reports of it. ``frame_seconds``: for a clip the time of each
     temporal patch; empty for a picture.
     """
 

@@ -55,7 +55,10 @@ def prepare_image(
 
     decoded = decode_picture(part, choose_size)
     notes = [*decoded.notes, *_size_notes(decoded, processing, cause, frames=None)]
-    return _new_prepared_image(decoded.pixels[None], decoded, processing, notes, frames=1)
+    pixels = decoded.pixels[None]
+    # The file determines the pixels of a size, and is a twentieth of them: so much sooner is it hashed.
+    source = part.data if isinstance(part.data, bytes) and len(part.data) < pixels.nbytes else None
+    return _new_prepared_image(pixels, decoded, processing, notes, frames=1, source=source)
 
 
 def image_from_header(
@@ -346,13 +349,15 @@ def _new_prepared_image(
     notes: list[str],
     frames: int,
     frame_seconds: tuple[float, ...] = (),
+    source: bytes | None = None,
 ) -> PreparedImage:
+    """``source``: the file that ``pixels`` were decoded from; None to tell pictures apart by ``pixels``."""
     _, height, width, _ = pixels.shape
     steps = max(len(frame_seconds), 1)
     grid = (steps, height // processing.patch_size, width // processing.patch_size)
     tokens = math.prod(grid) // processing.merge_size**2
-    digest = hashlib.sha256(repr(pixels.shape).encode())
-    digest.update(pixels.data)
+    digest = hashlib.sha256(repr((pixels.shape, source is None)).encode())
+    digest.update(pixels.data if source is None else source)
     seen = ImageSeen(original.width, original.height, width, height, tokens, frames, tuple(notes))
     return PreparedImage(pixels, grid, tokens, digest.digest(), seen, bool(frame_seconds), frame_seconds)
 
