@@ -1,6 +1,7 @@
 """Compile the kernels that benchmark checkpoints launch for cards that need not be there, and what they take.
 
-    python -m tests.kernels.compile_for 8.6 4B-int4 [KERNEL...]   as JSON: shared memory, registers, stack
+    python -m tests.kernels.compile_for 8.6 4B-int4,4B-fp8 [KERNEL...]   as JSON: shared memory, registers,
+                                                                         stack
     python -m tests.kernels.compile_for --record [CASE...]         into compiled.json, all cases by default
 
 The launches are those of a dry run of the engine (``engine/execution/dry_run.py``) at true shapes. Not in
@@ -29,6 +30,7 @@ from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint, re
 from vlfit.engine.execution.dry_run import engine_launches
 from vlfit.kernels.launches import Launch, Pointer, compile_for, compile_launch, resources_of
 from vlfit.kernels.target import TargetCard
+from vlfit.loading.preload import leave_out_compiler
 from vlfit.plan.native.tiles import dequant_config_for
 
 RECORD = Path(__file__).with_name("compiled.json")
@@ -73,6 +75,7 @@ def _qwen35_name(name: str) -> str:
 def launches_of(case: str, capability: tuple[int, int]) -> list[Launch]:
     """What an engine with ``case`` launches on a card of ``capability``."""
     torch.set_num_threads(1)
+    leave_out_compiler()
     options = EngineOptions(kv_dtype="fp8" if case.endswith("+kv") else "auto", max_num_seqs=8)
     with TemporaryDirectory() as folder:
         checkpoint = checkpoint_of(case, Path(folder) / "checkpoint")
@@ -148,9 +151,10 @@ def main(arguments: list[str]) -> None:
     if arguments == ["--versions"]:
         print(json.dumps(versions()))
         return
-    card, case, *names = arguments
-    launches = [launch for launch in in_child(case, card) if not names or launch.name in names]
-    print(json.dumps(measure_all(launches, capability_of(card)), indent=1))
+    card, cases, *names = arguments
+    launches = {launch: None for case in cases.split(",") for launch in in_child(case, card)}
+    wanted = [launch for launch in launches if not names or launch.name in names]
+    print(json.dumps(measure_all(wanted, capability_of(card)), indent=1))
 
 
 if __name__ == "__main__":

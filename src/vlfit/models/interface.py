@@ -36,9 +36,10 @@ class PreparedImage:
 
     ``pixels``: uint8 [frames, height, width, 3]. ``frames`` is 1 for a picture; for a clip a multiple of
     the checkpoint's ``temporal_patch_size`` (the last frame is repeated). ``grid``: (time, height, width)
-    in patches. ``tokens``: image tokens in the prompt. ``key``: for the encoder and prefix caches, SHA-256 of the
-    shape and of the file, or of the pixels where these are fewer bytes or there are several files. ``seen``: what the answer reports of it. ``frame_seconds``: for a clip the time of each
-    temporal patch; empty for a picture.
+    in patches. ``tokens``: image tokens in the prompt. ``key``: for the encoder and prefix caches, SHA-256 of
+    the shape and of the file, or of the pixels where these are fewer bytes or there are several files.
+    ``seen``: what the answer reports of it. ``frame_seconds``: for a clip the time of each temporal patch;
+    empty for a picture.
     """
 
     pixels: npt.NDArray[np.uint8]
