@@ -8,6 +8,7 @@ from vlfit.checkpoint.gguf.repository import parse_name
 from vlfit.checkpoint.hub import is_hub_name
 from vlfit.checkpoint.source import is_mini
 from vlfit.parity.findings import Finding, Likely, finite
+from vlfit.plan.speed import decode_bounds, rounded_bounds
 from vlfit.units import MIB
 from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult, skipped_names
 
@@ -92,12 +93,10 @@ def _speed(result: VerifyResult) -> str:
     asked = "text" if speed.picture is None else "a picture of {}x{}".format(*speed.picture)
     predicted = ""
     if speed.predicted_tokens_per_s is not None:
-        low, high = speed.predicted_tokens_per_s
-        digits = 0 if high >= 10 else 1
-        predicted = f" (predicted {low:,.{digits}f} to {high:,.{digits}f})"
+        predicted = " (predicted {} to {})".format(*decode_bounds(*speed.predicted_tokens_per_s))
     early = ""
     if speed.predicted_first_token_s is not None:
-        early = " (predicted {:.2f} to {:.2f})".format(*speed.predicted_first_token_s)
+        early = " (predicted {:g} to {:g})".format(*rounded_bounds(*speed.predicted_first_token_s, digits=2))
     return (
         f"speed          {speed.tokens_per_s:,.1f} tokens/s{predicted}, first token of {asked} after"
         f" {speed.first_token_s:.2f} s{early}"
