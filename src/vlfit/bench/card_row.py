@@ -1,4 +1,4 @@
-"""One row of the table in ``docs/cards.md``: what ``vlfit bench`` and ``vlfit verify --share`` have in common."""
+"""A row of the table in ``docs/cards.md``, with which ``vlfit bench`` and ``vlfit verify --share`` end."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +24,8 @@ class CardRow:
     ``driver``: "" on a processor. ``model``: as the checkpoint is named, which is shown only if everybody can
     fetch it. ``format_name``: of its weights, with what was not as usual in the run. ``verdict``: of
     ``vlfit verify``. ``held_bytes`` of ``planned_bytes``: both 0 if memory was not compared.
-    ``tokens_per_s``, ``first_token_s``: None if no speed was measured. ``asked``: the picture's size, or text.
+    ``tokens_per_s``, ``first_token_s``: None if no speed was measured. ``asked``: the
+    picture's size, or text.
     """
 
     device: str

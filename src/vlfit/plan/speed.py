@@ -180,7 +180,7 @@ def rounded(value: float) -> float:
 
 
 def rounded_bounds(low: float, high: float, digits: int = 3) -> tuple[float, float]:
-    """``low`` and ``high`` in so many digits, to be shown: no wider than 1.5 where they are not themselves."""
+    """``low`` and ``high`` in so many digits, to be shown: no wider than 1.5 if they are not themselves."""
     return _no_wider(low, high, lambda value: digits - 1 - math.floor(math.log10(value)) if value > 0 else 0)
 
 
