@@ -85,7 +85,7 @@ def test_page_and_json_agree(measured: BenchResult) -> None:
     assert any("mini" in line and {12.3, 46.9} <= set(figures_in(line)) for line in lines)
     assert any("96x64" in line and {114, 70} <= set(figures_in(line)) for line in lines)
     tables = [line for line in lines if line.startswith("|")]
-    assert len(tables) == 4 + 2 + len(FIRST_TOKEN_PARTS) + 1
+    assert len(tables) == 4 + 2 + len(FIRST_TOKEN_PARTS) + 1 + 3
 
 
 def test_model_is_freed_before_bandwidth_is_measured(

@@ -111,10 +111,10 @@ def test_json_is_version_1_in_bytes_and_seconds(vlfit: Vlfit) -> None:
     assert all(list(line) == ["line", "bytes", "how", "note"] for line in facts["ledger"])
     assert {"weights", "context", "image_tokens", "sequences"} <= facts["settings"].keys()
     low, high = facts["speed"]["decode_tokens_per_s_range"]
-    assert low < facts["speed"]["decode_tokens_per_s"] < high
+    assert low < facts["speed"]["decode_tokens_per_s"] < high <= 1.5 * low
     assert facts["speed"]["ttft_s"] > 0
     soon, late = facts["speed"]["ttft_s_likely_range"]
-    assert soon < facts["speed"]["ttft_s_likely"] < late < 2 * soon
+    assert soon < facts["speed"]["ttft_s_likely"] < late <= 1.5 * soon
     assert facts["needs"]["download"] == facts["needs"]["disk"] > 4 * 1024 * MIB
     assert facts["needs"]["conversion_s"] is None
     assert facts["changes"] == []

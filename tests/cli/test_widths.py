@@ -10,6 +10,7 @@ from scripts.cli_docs import command_paths
 from typer.main import get_command
 
 from tests.cli.conftest import Ended, Vlfit
+from vlfit.bench.card_row import COLUMNS, table_line
 from vlfit.cli.main import app
 from vlfit.cli.servers import record_server
 
@@ -47,8 +48,9 @@ class Terminal:
         ended = self.vlfit(*arguments)
         assert ended.out
         shown = re.sub(r"\x1b\[[\d;]*m", "", ended.out)
-        # A quoted word of a command is never broken.
-        assert widest(re.sub(r"^ +'[^']*'( \\)?$", "", shown, flags=re.MULTILINE)) <= self.width, shown
+        # A quoted word of a command is never broken, nor is a row to post.
+        breakable = re.sub(r"^ +'[^']*'( \\)?$", "", shown, flags=re.MULTILINE)
+        assert widest(breakable.partition(table_line(COLUMNS))[0]) <= self.width, shown
         return ended
 
 
@@ -98,3 +100,4 @@ def test_bench(terminal: Terminal) -> None:
     columns = [cell.strip() for cell in head.strip("|").split("|")]
     assert columns[:2] == ["at once", "tokens/s"]
     assert len(columns) in {60: (4,), 80: (5, 6), 200: (8,)}[terminal.width]
+    assert ended.out.splitlines()[-3] == table_line(COLUMNS)

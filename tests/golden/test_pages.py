@@ -165,6 +165,7 @@ MASKS_OF_NUMBERS = (
 MASKS_OF_BENCH = (
     (r"(?<=\nvlfit ).*\n.*", "..."),  # versions and the processor
     (r"(?<=\nstart: ).*", "..."),
+    (r"(?<=\n\| ).*(?= \| - \| [\d.]+ \| mini)", "..."),
     *MASKS_OF_NUMBERS,
 )
 MASKS_OF_COMPUTED = (

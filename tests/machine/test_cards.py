@@ -45,6 +45,8 @@ def test_numbers_in_the_table_are_plausible(each: Card) -> None:
     generation = {(7, 5): 3, (8, 0): 4, (8, 6): 4, (8, 9): 4, (9, 0): 5, (12, 0): 5}
     assert each.pcie_generation == generation[each.compute_capability]
     assert each.pcie_lanes in (8, 16)
+    assert 14 <= each.multiprocessors <= 188
+    assert 1200 <= each.boost_mhz <= 2620
 
 
 @pytest.mark.parametrize(

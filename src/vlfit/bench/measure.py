@@ -21,6 +21,7 @@ from vlfit.api.progress import LoadProgress, StatusCallback
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.api.stats import EngineAccount
 from vlfit.backends.base import Backend, Ticket
+from vlfit.backends.held_memory import expected_memory, ledger_rows
 from vlfit.backends.native import NativeBackend
 from vlfit.backends.startup import StartupTimer
 from vlfit.bench.workload import BenchOptions, BenchRequests, make_requests
@@ -30,6 +31,7 @@ from vlfit.loading import preload
 from vlfit.machine.gpu import gpu_of_device, read_gpus
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import survey
+from vlfit.plan.actual import planned_and_held
 
 if TYPE_CHECKING:
     from vlfit.tuning.timing import StepBytes
@@ -192,7 +194,8 @@ class BenchResult:
     ``prefill``. ``decoding``: one for each of ``options.batches``. ``account``: the engine's settings and
     memory. ``gpu_bytes``: GPU memory of this process; None on a CPU, or if it is not known. ``step_bytes``:
     the bytes that a decode step reads; None with layers offloaded to RAM. ``roof``: measured memory
-    bandwidth, bytes/s; None if that failed, for the reason ``roof_error``.
+    bandwidth, bytes/s; None if that failed, for the reason ``roof_error``. ``planned_bytes``, ``held_bytes``:
+    of the ledger's lines whose held bytes are known; 0 without a plan.
     """
 
     checkpoint: Checkpoint
@@ -207,6 +210,8 @@ class BenchResult:
     step_bytes: "StepBytes | None"
     roof: float | None
     roof_error: str = ""
+    planned_bytes: int = 0
+    held_bytes: int = 0
 
     @property
     def gpu(self) -> Gpu | None:
@@ -269,6 +274,7 @@ def run_bench(
         parts = _measure_first_token(backend, requests.conversations[0], options.repeat)
         account, step_bytes, device = backend.account(), _step_bytes(backend), backend.engine.device
         gpu_bytes = _gpu_bytes_held(account, machine.gpus)
+        rows = ledger_rows(account, _gpu_of(account, read_gpus()[0]), expected_memory(backend, machine.gpus))
     del backend  # frees its memory, which reference cycles hold
     gc.collect()
     on_status("measuring the memory bandwidth")
@@ -281,7 +287,7 @@ def run_bench(
         roof_error = error.message
     return BenchResult(
         *(checkpoint, options, machine, requests, phases.seconds_by_phase, parts, decoding),
-        *(account, gpu_bytes, step_bytes, roof, roof_error),
+        *(account, gpu_bytes, step_bytes, roof, roof_error, *planned_and_held(rows)),
     )
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from vlfit._version import __version__
+from vlfit.bench.card_row import NOT_VERIFIED, CardRow, driver_text, row_block
 from vlfit.bench.measure import BenchResult, DecodeResult, Samples
 from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.quantization import FP8
@@ -180,7 +181,50 @@ def markdown_page(measured: BenchResult, width: int | None = None) -> list[str]:
         *markdown_table(_parts(measured), width),
         "",
         *_wrapped([_start(measured), _memory(measured)], width),
+        "",
+        *_to_post(measured, width),
     ]
+
+
+def card_row(measured: BenchResult) -> CardRow | None:
+    """The row of ``docs/cards.md``; None if no request ran alone."""
+    alone = next((each for each in measured.decoding if each.concurrency == 1), None)
+    if alone is None:
+        return None
+    gpu, settings, options = measured.gpu, measured.account.settings, measured.options
+    asked = "text"
+    if measured.requests.image_tokens:
+        asked = "an own picture" if options.pictures else "{}x{}".format(*options.size)
+    on_cpu = settings.device == "cpu"
+    return CardRow(
+        device=gpu.name if gpu is not None else cpu_name() if on_cpu else settings.device,
+        driver="" if gpu is None else driver_text(gpu),
+        vlfit=__version__,
+        model=measured.checkpoint.name,
+        format_name=measured.checkpoint.stored_format + _unusual(measured),
+        verdict=NOT_VERIFIED,
+        held_bytes=measured.held_bytes,
+        planned_bytes=measured.planned_bytes,
+        tokens_per_s=alone.speed.median,
+        first_token_s=alone.first_token.median,
+        asked=asked,
+    )
+
+
+def _to_post(measured: BenchResult, width: int | None) -> list[str]:
+    """The row to post, never narrower than it is."""
+    row = card_row(measured)
+    if row is None:
+        return _wrapped(["no row for docs/cards.md: --batch has no request alone"], width)
+    return [*_wrapped(["to post, as a row of docs/cards.md:"], width), "", *row_block(row)]
+
+
+def _unusual(measured: BenchResult) -> str:
+    """What of the settings changes the speed and was asked for."""
+    settings = measured.account.settings
+    waiting = f", {counted(settings.offload, 'layer')} in RAM" if settings.offload else ""
+    narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
+    return f"{narrow}{waiting}"
 
 
 def _wrapped(lines: list[str], width: int | None) -> list[str]:
@@ -199,13 +243,11 @@ def _setup_lines(measured: BenchResult) -> list[str]:
     if requests.image_tokens:
         names = ", ".join(picture.label for picture in options.pictures)
         seen = f"picture: {names or 'generated, {}x{}'.format(*options.size)}; "
-    waiting = f", {counted(settings.offload, 'layer')} in RAM" if settings.offload else ""
-    narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
     return [
         f"vlfit {__version__}, {versions}",
         _computer_and_gpu(measured),
         f"{checkpoint.name}: {checkpoint.stored_format}, "
-        f"{_parameters(checkpoint.parameter_count)}, {size}{narrow}{waiting}",
+        f"{_parameters(checkpoint.parameter_count)}, {size}{_unusual(measured)}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
         f"{options.tokens} generated, greedy; medians of {options.repeat} ± standard deviation",
     ]

@@ -103,6 +103,8 @@ def bench(
     the time to first token; startup and memory. The model is loaded for these requests only, nothing is
     cached between them. Close other programs first. Where a CPU would take more than five minutes, a
     smaller picture, one request at a time and fewer runs are measured, unless you give these numbers.
+
+    What is printed is Markdown to post. Its last line is a row of docs/cards.md.
     """
     from vlfit.backends.startup import StartupTimer
     from vlfit.bench.results import markdown_page, to_json

@@ -31,6 +31,7 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
     from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.held_memory import engine_gpu, expected_memory, ledger_rows
     from vlfit.backends.native import NativeBackend
+    from vlfit.bench.card_row import driver_text
     from vlfit.bench.results import cpu_name, versions_of
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.machine.gpu import gpu_of_device, read_gpus
@@ -51,7 +52,7 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
         gpu = engine_gpu(backend.account(), gpus_before)
         machine["device"] = cpu_name() if gpu is None else gpu.name
         if gpu is not None:
-            machine["driver"] = f"{gpu.driver}, CUDA {gpu.cuda}"
+            machine["driver"] = driver_text(gpu)
         return backend
 
     def promise(backend: "Backend") -> "tuple[tuple[Row, ...], Expectation]":

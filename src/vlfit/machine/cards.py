@@ -16,8 +16,10 @@ from vlfit.units import MIB, format_bytes
 # - compute capability: NVIDIA's list of CUDA GPUs.
 # - PCIe: the card's own connector. The slot may have less.
 # - multiprocessors and boost clock: the vendor's data sheets (128 CUDA cores are one, with compute capability
-#   8.0 64). Of laptops the middle of the range that the vendor allows, as what their makers chose is not
-#   known. Cards that the native engine does not run on (7.5) have none.
+#   8.0 and 7.5 64; of cards that NVIDIA also sells itself, the reference clock). Of laptops the middle of the
+#   range that the vendor allows, as what their makers chose is not known. The A10G's sheet (NVIDIA A10G for
+#   AWS, 2022) has 80 RT cores, one for each multiprocessor, and 35 TFLOP/s in float32, which 80 * 256
+#   operations a cycle are at 1,710 MHz; some lists have the A10's 72 instead.
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,8 @@ class Card:
     compute_capability: tuple[int, int]
     pcie_generation: int
     pcie_lanes: int
-    multiprocessors: int | None = None
-    boost_mhz: int | None = None
+    multiprocessors: int
+    boost_mhz: int
 
 
 CARDS = (
@@ -98,19 +100,19 @@ CARDS = (
     Card("GeForce RTX 3050 6GB Laptop GPU", 6144, 144, (8, 6), 4, 8, 20, 1340),
     Card("GeForce RTX 3050 Laptop GPU 4GB", 4096, 192, (8, 6), 4, 8, 16, 1398),
     # Turing.
-    Card("GeForce RTX 2080 Ti", 11264, 616, (7, 5), 3, 16),
-    Card("GeForce RTX 2080 SUPER", 8192, 496, (7, 5), 3, 16),
-    Card("GeForce RTX 2080", 8192, 448, (7, 5), 3, 16),
-    Card("GeForce RTX 2070 SUPER", 8192, 448, (7, 5), 3, 16),
-    Card("GeForce RTX 2070", 8192, 448, (7, 5), 3, 16),
-    Card("GeForce RTX 2060 SUPER", 8192, 448, (7, 5), 3, 16),
-    Card("GeForce RTX 2060 12GB", 12288, 336, (7, 5), 3, 16),
-    Card("GeForce RTX 2060 6GB", 6144, 336, (7, 5), 3, 16),
-    Card("GeForce GTX 1660 Ti", 6144, 288, (7, 5), 3, 16),
-    Card("GeForce GTX 1660 SUPER", 6144, 336, (7, 5), 3, 16),
-    Card("GeForce GTX 1660", 6144, 192, (7, 5), 3, 16),
-    Card("GeForce GTX 1650 SUPER", 4096, 192, (7, 5), 3, 16),
-    Card("GeForce GTX 1650", 4096, 128, (7, 5), 3, 16),
+    Card("GeForce RTX 2080 Ti", 11264, 616, (7, 5), 3, 16, 68, 1545),
+    Card("GeForce RTX 2080 SUPER", 8192, 496, (7, 5), 3, 16, 48, 1815),
+    Card("GeForce RTX 2080", 8192, 448, (7, 5), 3, 16, 46, 1710),
+    Card("GeForce RTX 2070 SUPER", 8192, 448, (7, 5), 3, 16, 40, 1770),
+    Card("GeForce RTX 2070", 8192, 448, (7, 5), 3, 16, 36, 1620),
+    Card("GeForce RTX 2060 SUPER", 8192, 448, (7, 5), 3, 16, 34, 1650),
+    Card("GeForce RTX 2060 12GB", 12288, 336, (7, 5), 3, 16, 34, 1650),
+    Card("GeForce RTX 2060 6GB", 6144, 336, (7, 5), 3, 16, 30, 1680),
+    Card("GeForce GTX 1660 Ti", 6144, 288, (7, 5), 3, 16, 24, 1770),
+    Card("GeForce GTX 1660 SUPER", 6144, 336, (7, 5), 3, 16, 22, 1785),
+    Card("GeForce GTX 1660", 6144, 192, (7, 5), 3, 16, 22, 1785),
+    Card("GeForce GTX 1650 SUPER", 4096, 192, (7, 5), 3, 16, 20, 1725),
+    Card("GeForce GTX 1650", 4096, 128, (7, 5), 3, 16, 14, 1665),
     # Workstation.
     Card("RTX PRO 6000 Blackwell Workstation Edition", 97887, 1792, (12, 0), 5, 16, 188, 2617),
     Card("RTX PRO 6000 Blackwell Server Edition", 97887, 1597, (12, 0), 5, 16, 188, 2430),
@@ -136,12 +138,12 @@ CARDS = (
     Card("A100-PCIE-40GB", 40960, 1555, (8, 0), 4, 16, 108, 1410),
     Card("A40", 46068, 695.8, (8, 6), 4, 16, 84, 1740),
     Card("A30", 24576, 933, (8, 0), 4, 16, 56, 1440),
-    Card("A10G", 23028, 600, (8, 6), 4, 16),
+    Card("A10G", 23028, 600, (8, 6), 4, 16, 80, 1710),
     Card("A10", 23028, 600, (8, 6), 4, 16, 72, 1695),
     Card("L40S", 46068, 864, (8, 9), 4, 16, 142, 2520),
     Card("L40", 46068, 864, (8, 9), 4, 16, 142, 2490),
     Card("L4", 23034, 300, (8, 9), 4, 16, 58, 2040),
-    Card("Tesla T4", 15360, 320, (7, 5), 3, 16),
+    Card("Tesla T4", 15360, 320, (7, 5), 3, 16, 40, 1590),
 )
 
 

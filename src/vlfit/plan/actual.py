@@ -14,6 +14,10 @@ OURS = (
     *("context", "weights.text", "weights.vision", "weights.embedding", "weights.draft", "weights.offload"),
     *("kv_cache", "state_cache", "state_snapshots", "vision_workspace", "text_workspace", "graphs"),
 )
+# Lines that are not the engine's, or limits that it need not reach.
+_OF_OTHERS = (
+    *("desktop", "reserve", "image_decoders", "state_snapshots", "snapshots_in_ram", "vision_workspace"),
+)
 # A line is off the plan by more than this share of it, and by more than 8 MiB.
 TOLERANCE, MIN_DIFFERENCE = 0.03, 8 * MIB
 
@@ -184,6 +188,16 @@ def totals(rows: Sequence[Row]) -> tuple[int | None, int | None]:
     whole = len(planned) == len(rows)
     actual = [row.actual for row in rows if row.actual is not None]
     return (sum(planned) if whole and planned else None, sum(actual) if actual else None)
+
+
+def planned_and_held(rows: Sequence[Row]) -> tuple[int, int]:
+    """Bytes planned for the engine's own lines whose actual bytes are known, too, and these bytes.
+
+    Lines of others, and limits that an engine need not reach, are left out.
+    """
+    known = [(row.planned, row.actual) for row in rows if row.line not in _OF_OTHERS]
+    both = [(planned, held) for planned, held in known if planned is not None and held is not None]
+    return sum(planned for planned, _ in both), sum(held for _, held in both)
 
 
 def lines_over_plan(rows: Sequence[Row]) -> tuple[tuple[str, int], ...]:

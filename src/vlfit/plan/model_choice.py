@@ -27,6 +27,7 @@ from vlfit.plan.preference import WeightsPreference, is_ample, preferred_weights
 from vlfit.plan.processors import MOST_PARAMETERS, is_ram
 from vlfit.plan.recommend import recommended, short_name
 from vlfit.plan.shapes import Model
+from vlfit.plan.speed import decode_bounds
 from vlfit.plan.wishes import Wishes
 from vlfit.units import GIB, MIB, format_bytes
 
@@ -159,7 +160,9 @@ def _verdict(plan: Plan) -> str:
     if not is_ram(plan.gpu):
         return f"fits {plan.gpu.name} with {format_bytes(plan.headroom)} left"
     speed = plan.speed
-    pace = "" if speed is None else f", {speed.decode.low:.1f}-{speed.decode.high:.1f} tokens/s predicted"
+    pace = ""
+    if speed is not None:
+        pace = f", {'-'.join(decode_bounds(speed.decode.low, speed.decode.high))} tokens/s predicted"
     return f"fits the RAM with {format_bytes(plan.headroom)} left{pace}"
 
 

@@ -8,7 +8,7 @@ from vlfit.machine.model import Gpu
 from vlfit.plan.backends import cost_model_of
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.plans import Plan
-from vlfit.plan.speed import Range, Speed, rounded
+from vlfit.plan.speed import Range, Speed, rounded, rounded_bounds
 
 VERSION = 1
 
@@ -131,4 +131,4 @@ def _speed_facts(speed: Speed) -> dict[str, Any]:
 
 
 def _bounds(range_: Range) -> list[float]:
-    return [rounded(range_.low), rounded(range_.high)]
+    return list(rounded_bounds(range_.low, range_.high))

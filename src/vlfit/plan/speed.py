@@ -3,6 +3,8 @@
 Drivers do not report a card's FLOPS, so time to the first token is an estimate with a wide range.
 """
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from vlfit.checkpoint.config import VisionConfig
@@ -175,6 +177,39 @@ def _step_seconds(model: Model, bandwidth: float, moved: float, costs: StepCosts
 def rounded(value: float) -> float:
     """Three digits: a prediction is no better than that."""
     return float(f"{value:.3g}")
+
+
+def rounded_bounds(low: float, high: float, digits: int = 3) -> tuple[float, float]:
+    """``low`` and ``high`` in so many digits, to be shown: no wider than 1.5 if they are not themselves."""
+    return _no_wider(low, high, lambda value: digits - 1 - math.floor(math.log10(value)) if value > 0 else 0)
+
+
+def decode_bounds(low: float, high: float) -> tuple[str, str]:
+    """Tokens per second from ``low`` to ``high`` as they are shown; as ``rounded_bounds``."""
+    usual = 0 if high >= 10 else 1
+    bounds = _no_wider(low, high, lambda _: usual)
+    digits = usual if all(round(each, usual) == each for each in bounds) else usual + 1
+    return f"{bounds[0]:.{digits}f}", f"{bounds[1]:.{digits}f}"
+
+
+def _no_wider(low: float, high: float, decimals: Callable[[float], int]) -> tuple[float, float]:
+    """``low`` and ``high`` rounded to ``decimals`` of each, no wider than 1.5 if they are not themselves.
+
+    Where the nearest are wider, they are rounded towards each other; if that takes more than 1 %, with one
+    more decimal.
+    """
+    widest = FITTED_FACTOR**2 * (1 + 1e-9)
+    shown = low, high
+    for more in (0, 1):
+        places = decimals(low) + more, decimals(high) + more
+        shown = round(low, places[0]), round(high, places[1])
+        if high > widest * low or shown[1] <= widest * shown[0]:
+            break
+        steps = 10.0 ** places[0], 10.0 ** places[1]
+        shown = math.ceil(low * steps[0]) / steps[0], math.floor(high * steps[1]) / steps[1]
+        if low * steps[0] >= 100:
+            break
+    return shown
 
 
 def _matrices(model: Model) -> tuple[tuple[Matrix, int], ...]:

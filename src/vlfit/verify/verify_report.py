@@ -3,16 +3,14 @@
 from dataclasses import asdict
 from typing import Any
 
-from vlfit.checkpoint.catalog import find_entry
-from vlfit.checkpoint.gguf.repository import parse_name
-from vlfit.checkpoint.hub import is_hub_name
-from vlfit.checkpoint.source import is_mini
+from vlfit._version import __version__
+from vlfit.bench.card_row import CardRow, is_public, row_block, shared_name, table_line
 from vlfit.parity.findings import Finding, Likely, finite
+from vlfit.plan.speed import decode_bounds, rounded_bounds
 from vlfit.units import MIB
 from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult, skipped_names
 
 VERSION = 1
-LOCAL = "a local checkpoint"
 _CAUSES = {
     Likely.KERNEL: "a kernel computes it wrongly on this device",
     Likely.FILE: "the file is damaged or of another model",
@@ -92,12 +90,10 @@ def _speed(result: VerifyResult) -> str:
     asked = "text" if speed.picture is None else "a picture of {}x{}".format(*speed.picture)
     predicted = ""
     if speed.predicted_tokens_per_s is not None:
-        low, high = speed.predicted_tokens_per_s
-        digits = 0 if high >= 10 else 1
-        predicted = f" (predicted {low:,.{digits}f} to {high:,.{digits}f})"
+        predicted = " (predicted {} to {})".format(*decode_bounds(*speed.predicted_tokens_per_s))
     early = ""
     if speed.predicted_first_token_s is not None:
-        early = " (predicted {:.2f} to {:.2f})".format(*speed.predicted_first_token_s)
+        early = " (predicted {:g} to {:g})".format(*rounded_bounds(*speed.predicted_first_token_s, digits=2))
     return (
         f"speed          {speed.tokens_per_s:,.1f} tokens/s{predicted}, first token of {asked} after"
         f" {speed.first_token_s:.2f} s{early}"
@@ -137,14 +133,13 @@ def _speed_json(speed: MeasuredSpeed) -> dict[str, Any]:
 
 
 def share_block(result: VerifyResult) -> str:
-    """A Markdown block for ``docs/cards.md``: device, driver, versions and figures; no names, no paths.
+    """A Markdown block to post: device, driver, versions and figures, and a row for ``docs/cards.md``.
 
-    The model is named only if everybody can fetch it: the name of a folder or file may tell whose it is.
+    No names and no paths: the model is named only if everybody can fetch it.
     """
     report, speed = result.report, result.speed
-    model = result.model if _is_public(result.model) else LOCAL
     rows = [
-        ("model", f"{model}, {result.format_name}"),
+        ("model", f"{shared_name(result.model)}, {result.format_name}"),
         *((name, value) for name, value in result.machine.items()),
         ("versions", ", ".join(f"{name} {number}" for name, number in result.versions.items())),
         ("verdict", _short_verdict(result)),
@@ -153,24 +148,30 @@ def share_block(result: VerifyResult) -> str:
     ]
     if speed is not None:
         rows.append(("speed", _speed(result).removeprefix("speed").strip()))
-    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {_cell(value)} |" for name, value in rows)])
+    return "\n".join(["| | |", "|---|---|", *map(table_line, rows), "", *row_block(_card_row(result))])
 
 
-def _is_public(name: str) -> bool:
-    """Whether ``name`` is mini's, of the catalog or of the hub."""
-    repository = name.partition("@")[0]
-    known = is_mini(name) or find_entry(repository) is not None
-    return known or is_hub_name(name) or parse_name(name) is not None
+def _card_row(result: VerifyResult) -> CardRow:
+    speed = result.speed
+    return CardRow(
+        device=result.machine.get("device", "-"),
+        driver=result.machine.get("driver", ""),
+        vlfit=result.versions.get("vlfit", __version__),
+        model=result.model,
+        format_name=result.format_name,
+        verdict=f"{_short_verdict(result)} ({result.report.level})",
+        held_bytes=result.held_bytes,
+        planned_bytes=result.planned_bytes,
+        tokens_per_s=None if speed is None else speed.tokens_per_s,
+        first_token_s=None if speed is None else speed.first_token_s,
+        asked="text" if speed is None or speed.picture is None else "{}x{}".format(*speed.picture),
+    )
 
 
 def _short_verdict(result: VerifyResult) -> str:
     finding = result.report.verdict
     if finding is None:
         return "ok"
-    is_own_file = finding.stage.endswith(".gguf") and not _is_public(result.model)
+    is_own_file = finding.stage.endswith(".gguf") and not is_public(result.model)
     stage = "a GGUF file" if is_own_file else finding.stage
     return f"{finding.code}: {finding.component}, {stage}, {finding.condition}"
-
-
-def _cell(text: str) -> str:
-    return text.replace("|", "\\|").replace("\n", " ")

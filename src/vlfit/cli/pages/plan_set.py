@@ -14,6 +14,7 @@ from vlfit.errors import UsageError
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.preference import keeps_floors
 from vlfit.plan.recommend import short_name
+from vlfit.plan.speed import decode_bounds
 from vlfit.units import GIB, MIB
 
 if TYPE_CHECKING:
@@ -324,8 +325,7 @@ def _picture(plan: "Plan") -> str:
 def _tokens_per_s(plan: "Plan") -> str:
     if plan.speed is None:
         return _UNKNOWN
-    digits = 0 if plan.speed.decode.high >= 10 else 1
-    return f"{plan.speed.decode.low:.{digits}f}-{plan.speed.decode.high:.{digits}f}"
+    return "-".join(decode_bounds(plan.speed.decode.low, plan.speed.decode.high))
 
 
 def _first_token(plan: "Plan") -> str:

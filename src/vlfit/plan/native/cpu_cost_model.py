@@ -18,7 +18,7 @@ from vlfit.plan.plans import Choice, Command, Placement, Plan, Remark
 from vlfit.plan.preference import AMPLE_IMAGE_TOKENS, weights_preference
 from vlfit.plan.processors import LEAST_TOKENS_PER_S, MOST_PARAMETERS, Ram, ram_as_gpu
 from vlfit.plan.shapes import Model
-from vlfit.plan.speed import Speed, rounded
+from vlfit.plan.speed import Speed, rounded, rounded_bounds
 from vlfit.plan.wishes import CPU, Wishes
 from vlfit.units import MIB
 
@@ -183,7 +183,7 @@ class CpuCosts:
             if picture is None
             else {
                 "small_picture_s": rounded(picture.expected),
-                "small_picture_s_range": [rounded(picture.low), rounded(picture.high)],
+                "small_picture_s_range": list(rounded_bounds(picture.low, picture.high)),
             }
         )
         return {

@@ -6,6 +6,7 @@ multiprocessors do. ``tests/plan/test_gpu_cost.py`` holds them to runs that were
 measured: the same formula, fitted to llama.cpp on that H200, gives what owners of smaller cards published.
 """
 
+import re
 from dataclasses import dataclass
 
 from vlfit.checkpoint.catalog import BF16
@@ -52,9 +53,10 @@ LAYER_CYCLES = Constant(9.6e-6 * 1.98e9, MEASURED, f"attention, and what kernels
 
 # Floating-point operations of matrix units in a cycle of one multiprocessor: 16-bit inputs, sums in float32,
 # by NVIDIA's data sheets (an RTX 4090: 165 TFLOP/s with 128 multiprocessors at 2.52 GHz). Half as many in
-# GeForce cards as in the same generation's others.
+# GeForce cards, and in the A10G (70 TFLOP/s with 80 at 1.71 GHz), as in the same generation's others.
 _MATRIX_FLOPS = {(8, 0): 2048, (9, 0): 4096, (10, 0): 8192}
-_MATRIX_FLOPS_ELSEWHERE = {True: 512, False: 1024}  # GeForce or not
+_MATRIX_FLOPS_ELSEWHERE = {True: 512, False: 1024}  # half as many or not
+_HALF_AS_MANY = re.compile(r"\b(GeForce|A10G)\b")
 # Of these, what a large product reaches.
 LARGE_PRODUCT_OF_9 = Constant(750e12 / (132 * 1.98e9 * 4096), MEASURED, "8192^3 in bf16, one H200")
 LARGE_PRODUCT = Constant(0.90, MODELLED, "a choice: smaller units are easier to keep busy")
@@ -168,6 +170,7 @@ def _large_product_flops(gpu: Gpu, constants: Constants) -> float:
     """Floating-point operations per second of a large product of 16-bit matrices, measured here or not."""
     if constants.multiplications is not None:
         return constants.multiplications.value
-    per_cycle = _MATRIX_FLOPS.get(gpu.compute_capability, _MATRIX_FLOPS_ELSEWHERE["GeForce" in gpu.name])
+    elsewhere = _MATRIX_FLOPS_ELSEWHERE[bool(_HALF_AS_MANY.search(gpu.name))]
+    per_cycle = _MATRIX_FLOPS.get(gpu.compute_capability, elsewhere)
     share = LARGE_PRODUCT_OF_9 if gpu.compute_capability == (9, 0) else LARGE_PRODUCT
     return per_cycle * _cycles(gpu) * share.value
