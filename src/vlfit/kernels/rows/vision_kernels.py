@@ -5,15 +5,15 @@ at a time (FlashAttention: Dao et al., 2022). A head of 72 elements is computed 
 padding, where torch's kernel pads it to 96. Host side: ``vision_ops.py``.
 """
 
+import math
+
 import triton
 import triton.language as tl
 
 from vlfit.kernels.launch import cache_launches
 
-_LOG2_E = 1.4426950408889634
-_GELU_SCALE = tl.constexpr(
-    -2 * (2 / 3.141592653589793) ** 0.5 * _LOG2_E
-)  # to be multiplied by x + 0.044715 x^3
+# Multiplied by x + 0.044715 x^3, the exponent of 2 in GELU.
+_GELU_SCALE = tl.constexpr(-2 * math.sqrt(2 / math.pi) * math.log2(math.e))
 
 
 @triton.jit
