@@ -28,6 +28,7 @@ from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint import catalog
 from vlfit.checkpoint.source import Checkpoint, mini_folder, open_checkpoint, read_checkpoint
 from vlfit.engine.execution.dry_run import engine_launches
+from vlfit.engine.execution.precompile import follow_parent
 from vlfit.kernels.launches import Launch, Pointer, compile_for, compile_launch, resources_of
 from vlfit.kernels.target import TargetCard
 from vlfit.loading.preload import leave_out_compiler
@@ -102,7 +103,7 @@ def measure_all(launches: Iterable[Launch], capability: tuple[int, int]) -> dict
     """``measure`` of each launch, by its description, on all cores."""
     listed = list(launches)
     cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, get_context("fork")) as pool:
+    with ProcessPoolExecutor(cores, get_context("fork"), follow_parent, (os.getpid(),)) as pool:
         found = pool.map(measure, listed, [capability] * len(listed), chunksize=4)
         return dict(sorted(zip(map(describe, listed), found, strict=True)))
 

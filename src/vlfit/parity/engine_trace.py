@@ -24,6 +24,7 @@ from vlfit.errors import ModelFailed
 from vlfit.layers.cpu_stored import StoredLinear
 from vlfit.layers.kv_cache import slots_of_blocks
 from vlfit.models.interface import EncoderRunner, Grid, PreparedImage, VisionFeatures
+from vlfit.models.qwen3_vl.vision import ResidualStream
 
 Trace = dict[str, Tensor]  # stage to numbers, on the CPU
 
@@ -179,19 +180,19 @@ class _RecordedText(_Passing):
 
 
 class _RecordedBlock(_Passing):
-    """A block of the vision tower, which changes its rows in place."""
+    """A block of the vision tower, which adds to its rows."""
 
-    def __call__(self, hidden: Tensor, *rest: Any) -> None:
-        self._recorder.keep(f"{self._name}.hidden", hidden)
+    def __call__(self, stream: ResidualStream, *rest: Any) -> None:
+        self._recorder.keep(f"{self._name}.hidden", stream.sum())
         block = self._inner
         projection, second = block.projection, block.fc2
         block.projection = _Called(projection, self._recorder, f"{self._name}.attention")
         block.fc2 = _Called(second, self._recorder, f"{self._name}.mlp")
         try:
-            block(hidden, *rest)
+            block(stream, *rest)
         finally:
             block.projection, block.fc2 = projection, second
-        self._recorder.keep(self._name, hidden)
+        self._recorder.keep(self._name, stream.sum())
 
 
 class _RecordedTower(_Passing):

@@ -61,7 +61,7 @@ class Compilers:
     def __init__(self, capability: tuple[int, int], processes: int) -> None:
         import_kernels()
         self._capability = capability
-        self._pool = ProcessPoolExecutor(processes, get_context("fork"), _follow_parent, (os.getpid(),))
+        self._pool = ProcessPoolExecutor(processes, get_context("fork"), follow_parent, (os.getpid(),))
         self._pool.submit(int).result()  # forks all of them
         self._added: list[Future[str]] = []
 
@@ -94,7 +94,7 @@ def _compile(launch: Launch, capability: tuple[int, int]) -> str:
     return str(compiled.hash)
 
 
-def _follow_parent(parent: int) -> None:
+def follow_parent(parent: int) -> None:
     """End this child with its parent, however that ends."""
     import ctypes
 

@@ -213,6 +213,10 @@ class ResidualStream:
         delta, self._pending = self._pending, None
         return norm(self.hidden) if delta is None else add_layer_norm(self.hidden, delta, norm)
 
+    def sum(self) -> Tensor:
+        """All that was added, [patches, hidden]: ``hidden`` itself; a new tensor if something is pending."""
+        return self.hidden if self._pending is None else self.hidden + self._pending
+
     def settle(self) -> None:
         """Add what is pending to ``hidden``."""
         if self._pending is not None:
