@@ -21,7 +21,7 @@ SHARED = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "12.0": 99 * 10
 STACK = 1024
 RECORD = json.loads(Path(__file__).with_name("compiled.json").read_text())
 CASES = tuple(RECORD["cases"])
-# The five checkpoints of docs/bench.md, all of whose kernels CI compiles.
+# The five checkpoints of docs/bench.md, all of whose kernels `make test-cards` compiles.
 BENCHMARKED = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4", "8B-int4-int8")
 SAMPLE = ("vision_attention_kernel", "rope_store_kv_kernel", "add_layer_norm_kernel")
 
