@@ -76,8 +76,8 @@ class ServerProcess:
     ``source``: the src folder of another version of vlfit, to run instead of this one's. ``settings``: more
     environment variables.
 
-    ``ready_s``: from the start of the command to the first 200 of /health. ``log``: lines of stderr with the
-    seconds since the start.
+    ``facts``: what it says as JSON once it is ready. ``ready_s``: from the start of the command to the first
+    200 of /health. ``log``: lines of stderr with the seconds since the start.
     """
 
     def __init__(
@@ -91,6 +91,7 @@ class ServerProcess:
         self.memory = MemoryCurve()
         self.log: deque[tuple[float, str]] = deque(maxlen=LOG_LINES)
         self.url = ""
+        self.facts: dict[str, Any] = {}
         self.ready_s = 0.0
         self._meter = meter
         self._source = source
@@ -170,7 +171,8 @@ class ServerProcess:
     def _wait_until_ready(self) -> None:
         while self.seconds < START_TIMEOUT:
             if self._stdout:
-                self.url = json.loads(self._stdout[0])["url"]
+                self.facts = json.loads(self._stdout[0])
+                self.url = self.facts["url"]
                 if httpx.get(f"{self.url}/health", timeout=10).status_code == 200:
                     self.ready_s = self.seconds
                     return

@@ -34,7 +34,6 @@ from benchmarks.serving import DidNotStart, ServerProcess
 from benchmarks.sizes import ALL
 
 _BARE = "import torch; ones = torch.ones(64, 64, device={0!r}); (ones @ ones).sum().item()"
-_SUMMARY = " s: program "  # in the line of phases
 
 
 def main() -> None:
@@ -87,20 +86,19 @@ def measure(name: str, folder: Path, options: argparse.Namespace, limit: float) 
             run: dict[str, Any] = {"checkpoint": name, "start": "later" if number else "first"}
             try:
                 with ServerProcess(arguments, None, settings=settings) as server:
-                    run |= {"ready_s": round(server.ready_s, 2), "phases": phases_of(server)}
+                    run |= {"ready_s": round(server.ready_s, 2), "phases_s": server.facts["phases_s"]}
             except DidNotStart as error:
-                run |= {"ready_s": None, "phases": str(error)}
+                run |= {"ready_s": None, "error": str(error)}
             found.append(run)
             ready = run["ready_s"]
             times = ("-", "-") if ready is None else (f"{ready:.2f}", f"{ready / limit:.1f} x")
-            print_row([name, run["start"], *times, run["phases"]])
+            print_row([name, run["start"], *times, run.get("error") or describe(run["phases_s"])])
     return found
 
 
-def phases_of(server: ServerProcess) -> str:
-    """``program 0.31, importing torch 1.62, ...`` as the server's log has it."""
-    lines = [line for _, line in list(server.log) if _SUMMARY in line]
-    return lines[-1].partition(": ")[2] if lines else ""
+def describe(phases: dict[str, float]) -> str:
+    """``program 0.31, importing torch 1.62, ...``."""
+    return ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
 
 
 if __name__ == "__main__":

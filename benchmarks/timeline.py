@@ -14,13 +14,14 @@ the prompt's; a second table has those of a prompt of as many tokens of text alo
 
 import argparse
 import json
+import queue
 import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.checkpoints import checkpoint_of
 from benchmarks.harness import (
@@ -35,8 +36,12 @@ from benchmarks.harness import (
 )
 from benchmarks.sizes import ALL
 
+if TYPE_CHECKING:
+    from vlfit.backends.native import NativeBackend
+
 TOKENS = 24
 WAITING = "(no kernel)"
+_FILLER = 100  # any ordinary token
 _LONGEST, _NAME = 24, 100  # rows of a table of a first token, characters of a kernel's name
 _TIMEOUT_SECONDS = 300.0
 _WORKER = "--worker"
@@ -99,10 +104,9 @@ def profile(path: Path, at_once: int) -> None:
 
     from vlfit.api.sampling_params import SamplingParams
     from vlfit.backends.native import NativeBackend
-    from vlfit.bench.measure import run_requests as answer
+    from vlfit.bench.measure import run_requests
     from vlfit.bench.workload import BenchOptions, make_requests
     from vlfit.checkpoint.source import open_checkpoint
-    from vlfit.engine.execution.warmup import run_requests, text_prompt
     from vlfit.tuning.bandwidth import measure_memory_bandwidth
     from vlfit.tuning.timing import step_bytes
 
@@ -111,15 +115,14 @@ def profile(path: Path, at_once: int) -> None:
     requests = make_requests(checkpoint, options, at_once)
     sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
     with NativeBackend.load(checkpoint, requests.engine_options(options), None) as backend:
-        engine = backend.engine
-        text = [(text_prompt(requests.prompt_tokens), 1)]
-        together = kernels_of(lambda: answer(backend, requests.conversations, sampling))
-        alone = kernels_of(lambda: answer(backend, requests.conversations[:1], sampling))
-        prompt = kernels_of(lambda: run_requests(engine, text, params=({"temperature": 0.0},)))
-        counted = step_bytes(engine)
+        together = kernels_of(lambda: run_requests(backend, requests.conversations, sampling))
+        alone = kernels_of(lambda: run_requests(backend, requests.conversations[:1], sampling))
+        prompt = kernels_of(lambda: continue_text(backend, requests.prompt_tokens))
+        counted = step_bytes(backend.engine)
         read = 0.0 if counted is None else counted.total(requests.prompt_tokens + TOKENS / 2)
     steps = split_steps(together)
-    before = alone[: -len(split_steps(alone)) * (len(split_steps(alone)[0]) - 1)]
+    decoding = split_steps(alone)  # each with the last kernel before it
+    before = alone[: -len(decoding) * (len(decoding[0]) - 1)]
     result = {
         "step_us": statistics.median(step[-1].end - step[0].end for step in steps),
         "kernels": [asdict(share) for share in shares(steps)],
@@ -132,6 +135,18 @@ def profile(path: Path, at_once: int) -> None:
         "prompt_us": prompt[-1].end - prompt[0].begin,
     }
     print(json.dumps(result))
+
+
+def continue_text(backend: "NativeBackend", tokens: int) -> None:
+    """Wait for one token behind a prompt of as many ``tokens`` of text. Raises the request's error."""
+    from vlfit.api.sampling_params import SamplingParams
+
+    sampling = SamplingParams(max_tokens=1, ignore_eos=True)
+    arrivals: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    backend.start(backend.prepare_text((_FILLER,) * tokens, sampling), sampling, arrivals.put)
+    while not getattr(arrival := arrivals.get(), "finish_reason", None):
+        if isinstance(arrival, Exception):
+            raise arrival
 
 
 def kernels_of(call: Callable[[], object]) -> list[Kernel]:

@@ -47,7 +47,7 @@ if "PYTEST_XDIST_WORKER" not in os.environ:
     os.environ.setdefault("TRITON_HOME", str(Path.home()))
     for _name, _folder in {"HOME": "user", "XDG_CACHE_HOME": "cache"}.items():
         os.environ[_name] = str(_FOLDER / _folder)
-    Path(os.environ["HOME"]).mkdir(parents=True)
+    Path(os.environ["HOME"]).mkdir(parents=True, exist_ok=True)
     for _name in ("OLLAMA_MODELS", "LLAMA_CACHE", "HF_HOME", "HF_HUB_CACHE"):
         os.environ.pop(_name, None)
     if (_compiler := find_c_compiler()) is not None:

@@ -64,7 +64,7 @@ def test_free_memory_becomes_one_segment() -> None:
     tensors = [torch.empty(size * MIB // 2, dtype=torch.uint8, device="cuda") for size in (1, 50, 70, 90)]
     tensors.clear()
     before = torch.cuda.memory_reserved()
-    budget.join_free_memory()
+    budget.defragment()
     joined = torch.cuda.memory_reserved()
     assert before <= joined <= before + 4 * MIB
     whole = torch.empty(100 * MIB, dtype=torch.uint8, device="cuda")  # more than any of the segments had

@@ -308,9 +308,9 @@ class NativeEngine:
             layers.reset()
         self._budget.release()
 
-    def join_free_memory(self) -> None:
+    def defragment(self) -> None:
         """See ``Budget``: after a rehearsal, so that requests of other sizes need no more than it did."""
-        self._budget.join_free_memory()
+        self._budget.defragment()
 
     @property
     def busy(self) -> bool:

@@ -85,7 +85,7 @@ def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
         raise worst_case_error(engine, f"{num_retries} of its steps ran only request by request")
     engine.runner.encoder_cache.clear()
     engine.counters = Counters()
-    engine.join_free_memory()
+    engine.defragment()
     return run
 
 

@@ -94,8 +94,8 @@ class Budget:
             with CAPTURING:  # of another engine of this process
                 torch.cuda.empty_cache()
 
-    def join_free_memory(self) -> None:
-        """Replace the free segments of torch's pool by one segment as large. Does nothing on a CPU.
+    def defragment(self) -> None:
+        """Defragment torch's pool: one free segment in place of several. Does nothing on a CPU.
 
         A segment is as large as the tensor that it was taken for. A tensor of another size may fit into none
         of those that are free, and torch takes a further one; of a single segment it would be a part. Those

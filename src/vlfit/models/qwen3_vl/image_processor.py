@@ -56,7 +56,7 @@ def prepare_image(
     decoded = decode_picture(part, choose_size)
     notes = [*decoded.notes, *_size_notes(decoded, processing, cause, frames=None)]
     pixels = decoded.pixels[None]
-    # The file determines the pixels of a size, and is a twentieth of them: so much sooner is it hashed.
+    # At one size a file always gives the same pixels, and being smaller it is hashed sooner.
     source = part.data if isinstance(part.data, bytes) and len(part.data) < pixels.nbytes else None
     return _new_prepared_image(pixels, decoded, processing, notes, frames=1, source=source)
 

@@ -271,9 +271,8 @@ SCRATCH_BYTES = 24 * MIB
 # Larger cards wait for the host to launch (30 us a kernel, docs/log.md): fewer slices are faster. This
 # holds gate and up of 2B whole and of 4B in two, down of 4B whole and of 8B in two.
 ROOMY_SCRATCH_BYTES = 48 * MIB
-# Of memory that is free: there it does not matter. A card of 8 GB computes a first token for longer than the
-# host takes to launch it (4B int4 with 30 multiprocessors 64 ms for 820 kernels of 30 us), so recordings of
-# long prompts would cost 45 to 200 MiB for nothing.
+# Of memory that is free: there it does not matter. With 30 multiprocessors a first token of 4B int4 takes
+# 64 ms to compute and 25 to launch, so CUDA graphs of long prompts would cost 45 to 200 MiB for nothing.
 ROOMY = 18 * GIB
 FP8_ROW_MULTIPLE = 16  # rows in FP8 are allocated in multiples of it
 
