@@ -18,6 +18,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -199,7 +200,10 @@ def check_limited(found: dict[str, Any], wanted: int, total: int) -> dict[str, A
 
 @contextmanager
 def mps_daemon() -> Iterator[dict[str, str]]:
-    """Run an MPS daemon of one's own; yields the environment of its clients. Ends it and its server."""
+    """Run an MPS daemon of one's own; yields the environment of its clients. Ends it and its server.
+
+    SIGTERM ends them, too: within the block it raises ``SystemExit``.
+    """
     with tempfile.TemporaryDirectory(prefix="vlfit-mps-") as folder:
         settings = {
             "CUDA_MPS_PIPE_DIRECTORY": str(Path(folder) / "pipe"),
@@ -208,14 +212,18 @@ def mps_daemon() -> Iterator[dict[str, str]]:
         for each in settings.values():
             Path(each).mkdir()
         before = set(mps_processes())
-        control([CONTROL, "-d"], settings)
+        on_sigterm = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         try:
-            yield settings
-        finally:
+            control([CONTROL, "-d"], settings)
             try:
-                control([CONTROL], settings, "quit\n")
+                yield settings
             finally:
-                wait_for_end(set(mps_processes()) - before)
+                try:
+                    control([CONTROL], settings, "quit\n")
+                finally:
+                    wait_for_end(set(mps_processes()) - before)
+        finally:
+            signal.signal(signal.SIGTERM, on_sigterm)
 
 
 def control(command: list[str], settings: dict[str, str], said: str = "") -> None:
@@ -296,9 +304,17 @@ def run_llama(program: Path, model: Path, limit: dict[str, str]) -> dict[str, fl
 
 
 def run_benchmark(name: str, arguments: Sequence[str], limit: dict[str, str]) -> int:
-    """Run ``benchmarks.NAME`` on this terminal with the environment ``limit``; its exit code."""
+    """Run ``benchmarks.NAME`` on this terminal with the environment ``limit``; its exit code.
+
+    If this process is to end before it, so does the benchmark, with all its processes: MPS waits for them.
+    """
     command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment(**limit), check=False).returncode
+    with subprocess.Popen(command, cwd=ROOT, env=environment(**limit), start_new_session=True) as process:
+        try:
+            return process.wait()
+        except BaseException:
+            os.killpg(process.pid, signal.SIGKILL)
+            raise
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:

@@ -74,8 +74,9 @@ QUEUE_PER_SEQUENCE = 8  # requests that may wait for each running one (``cli/ser
 class MemorySample:
     """Bytes after so many ``requests``, ``seconds`` after the start of the command.
 
-    ``name`` is empty if requests were running. ``card``: GPU memory of the process (NVML). ``image_cache``
-    (features of pictures, bounded and planned) is part of ``anonymous``, and that of ``resident``.
+    ``name`` is empty if requests were running. ``card``: GPU memory of the process (NVML), of which ``pool``
+    is torch's; the rest is CUDA's, with the kernels that are loaded. ``image_cache`` (features of pictures,
+    bounded and planned) is part of ``anonymous``, and that of ``resident``.
     """
 
     name: str
@@ -85,6 +86,7 @@ class MemorySample:
     resident: int
     anonymous: int
     image_cache: int
+    pool: int = 0
 
     @property
     def files(self) -> int:
@@ -269,8 +271,10 @@ def send_burst(url: str, request: SoakRequest) -> list[Reply]:
 
 def sample_memory(server: ServerProcess, name: str, requests: int) -> MemorySample:
     resident, anonymous = resident_and_anonymous(server)
-    cache = server.get("/v1/vlfit/status").get("image_cache", {}).get("bytes", 0)
-    return MemorySample(name, requests, server.seconds, server.gpu_bytes(), resident, anonymous, cache)
+    status = server.get("/v1/vlfit/status")
+    cache = status.get("image_cache", {}).get("bytes", 0)
+    pool = (status["memory"]["pool"] or {}).get("reserved", 0)
+    return MemorySample(name, requests, server.seconds, server.gpu_bytes(), resident, anonymous, cache, pool)
 
 
 def resident_and_anonymous(server: ServerProcess) -> tuple[int, int]:
@@ -285,9 +289,10 @@ def resident_and_anonymous(server: ServerProcess) -> tuple[int, int]:
 
 def memory_table(moments: Sequence[MemorySample]) -> list[list[str]]:
     """A row for each sample, in MiB."""
-    rows = [["requests", "s", "card", "resident", "of it anonymous", "pages of files", "kept features"]]
+    heading = "requests", "s", "card", "of it torch's", "resident", "of it anonymous", "pages of files"
+    rows = [[*heading, "kept features"]]
     for each in moments:
-        sizes = (each.card, each.resident, each.anonymous, each.files, each.image_cache)
+        sizes = (each.card, each.pool, each.resident, each.anonymous, each.files, each.image_cache)
         cells = (in_mib(size, 1) for size in sizes)
         rows.append([f"{each.requests} {each.name}".strip(), f"{each.seconds:.0f}", *cells])
     return rows

@@ -1,6 +1,7 @@
 """A benchmark on a share of the multiprocessors: arguments, MPS's daemon, and a machine without it."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -86,6 +87,14 @@ def test_the_daemon_is_ended_also_after_an_error(log: Path) -> None:
     pipe = str(folders[0])
     assert [line.split() for line in log.read_text().splitlines()] == [["-d", pipe], ["quit", pipe]]
     assert not any(each.exists() for each in folders)
+
+
+def test_sigterm_ends_the_daemon(log: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(SystemExit), small_card.mps_daemon():
+        signal.raise_signal(signal.SIGTERM)
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["-d", "quit"]
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_daemon_that_does_not_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from vlfit.api.stats import Counters
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.encoder_cache import EncoderCache
 from vlfit.engine.execution.encoder_graph import REPEATS_BEFORE_CAPTURE
+from vlfit.engine.execution.product_sweep import ProductSweep
 from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import Draft, ScheduledChunk
@@ -318,10 +319,8 @@ def run_requests(
 
 _WARM_UP_TOKENS = 2  # the first comes from the prefill step, the second is decoded
 _SHORT = 16  # tokens of a prompt
-# Rows of a prefill step; the profiling run has the largest. In steps of a quarter from 64 on, as cuBLAS has a
-# kernel of its own for many sizes, and loads it when it is first asked for: 2 MiB of the card.
-PREFILL_ROWS = (1, 8, 16, 32, 64, 80, 104, 128, 160, 200, 256, 320, 400, 512, 640, 800)
-_DENSE_TOKENS = 1280  # of pictures; larger ones are rare, and encoding them takes long
+PREFILL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prefill step, besides the largest
+_QUICK_IMAGE = 2048  # tokens
 BATCH_SIZES = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences sampled at once, then decoding beside a prompt
 VERIFY_ROWS = (2, 3, 5, MAX_DRAFT_ROWS)  # rows of a verify step
 SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
@@ -344,7 +343,8 @@ def warm_up_kernels(engine: NativeEngine) -> None:
     a step needs more memory than is free, or than the plan allows.
     """
     try:
-        with engine.prefill_pacer.disabled(), _one_layer_per_kind(engine):
+        sweep = ProductSweep() if engine.device.type == "cuda" else nullcontext()
+        with engine.prefill_pacer.disabled(), _one_layer_per_kind(engine), sweep:
             _run_all_kinds(engine)
     except OutOfMemory as error:
         raise worst_case_error(engine, error.message) from None
@@ -393,9 +393,9 @@ def _stored_kind(layer: object) -> Hashable:
 
 def _run_all_kinds(engine: NativeEngine) -> None:
     sizes = image_token_sizes(engine)
-    for rows in PREFILL_ROWS:
-        if rows <= min(engine.options.max_num_batched_tokens, engine.context - _WARM_UP_TOKENS):
-            run_requests(engine, [(text_prompt(rows), 1)])
+    most_rows = min(engine.options.max_num_batched_tokens, engine.context - _WARM_UP_TOKENS)
+    for rows in (*(each for each in PREFILL_ROWS if each < most_rows), most_rows):
+        run_requests(engine, [(text_prompt(rows), 1)])
     short = (text_prompt(min(_SHORT, engine.context - _WARM_UP_TOKENS)), _WARM_UP_TOKENS)
     for count in BATCH_SIZES:
         if count <= engine.options.max_num_seqs:
@@ -482,10 +482,9 @@ def max_features_prompt(engine: NativeEngine) -> Prompt:
 
 
 def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
-    """Image sizes to warm up, in tokens: the smallest possible, then a quarter more each.
+    """Image sizes to warm up, in tokens: the smallest possible, doubled while below the largest, and that.
 
-    Doubled from ``_DENSE_TOKENS`` on, while below ``engine.image_tokens``: the profiling run has that size.
-    Empty for a text-only engine.
+    Empty for a text-only engine. A largest one that takes long is left out: the profiling run has that size.
     """
     processing = engine.image_processor_config
     if processing is None or engine.image_tokens == 0:
@@ -494,4 +493,6 @@ def image_token_sizes(engine: NativeEngine) -> Iterator[int]:
     max_tokens = min(engine.image_tokens, engine.context - 3 - _WARM_UP_TOKENS)
     while tokens < max_tokens:
         yield tokens
-        tokens += max(tokens // 4, 1) if tokens < _DENSE_TOKENS else tokens
+        tokens *= 2
+    if max_tokens <= _QUICK_IMAGE:
+        yield max_tokens
