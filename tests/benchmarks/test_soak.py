@@ -171,7 +171,9 @@ def finished_run(**changes: Any) -> tuple[Any, soak.SoakRun, Any]:
     run.replies = [(WHOLE_OF_7, reply) for reply in state["replies"]]
     run.moments = [
         MemorySample(soak.READY, 0, 1.0, 5700 * MIB, 900 * MIB, 500 * MIB, 0, 5100 * MIB),
-        MemorySample(soak.SETTLED, 1, 2.0, 5700 * MIB, state["settled_resident"], 550 * MIB, 10 * MIB, 5100 * MIB),
+        MemorySample(
+            soak.SETTLED, 1, 2.0, 5700 * MIB, state["settled_resident"], 550 * MIB, 10 * MIB, 5100 * MIB
+        ),
         MemorySample(soak.END, 2, 9.0, state["card"], state["resident"], 560 * MIB, 15 * MIB, 5100 * MIB),
     ]
     return server, run, SimpleNamespace(device="cuda")
@@ -215,7 +217,16 @@ def test_growth_by_kind_of_memory() -> None:
     ready, settled, end = run.moments
     assert re.findall(r"[+-][\d.]+", growth(settled, end)) == ["+20.0", "+5.0", "+5.0", "+10.0"]
     assert re.findall(r"[+-][\d.]+", growth(ready, end))[0] == "+100.0"
-    assert memory_table(run.moments)[2] == ["1 settled", "2", "5,700.0", "5,100.0", "980.0", "550.0", "430.0", "10.0"]
+    assert memory_table(run.moments)[2] == [
+        "1 settled",
+        "2",
+        "5,700.0",
+        "5,100.0",
+        "980.0",
+        "550.0",
+        "430.0",
+        "10.0",
+    ]
 
 
 def test_a_run_that_was_too_short_says_that_nothing_is_known_of_memory() -> None:

@@ -234,6 +234,15 @@ class TestAhead:
         one.generated[-1] += 1  # somebody decided otherwise
         assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
 
+    def test_a_table_that_grows_holds_up_no_step(self, steps: DecodeGraphs) -> None:
+        one, other = decoding([3, 7], 2), decoding([5, 0, 2], 3)
+        assert [decode_step(steps, [one, other]) for _ in range(4)] == [2, 1, 1, 1]
+        one.block_table.append(1)
+        assert [decode_step(steps, [one, other]) for _ in range(3)] == [1, 1, 1]
+        one.block_table.append(9)  # as the drafts that come next need
+        scores = steps.run_verify([ScheduledChunk(one, 2, (10,)), ScheduledChunk(other, 1)])
+        assert scores.read()[0] == [expected(one), expected(one, 10, 1), expected(other)]
+
     def test_whoever_ends_or_comes_changes_nothing_for_the_others(self, steps: DecodeGraphs) -> None:
         first, second, third = (decoding([block, block + 1, block + 2], 2) for block in (0, 3, 6))
         assert [decode_step(steps, [first, second]) for _ in range(2)] == [2, 1]

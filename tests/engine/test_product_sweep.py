@@ -1,5 +1,7 @@
 """Products of every number of rows at the start: which are run, and that results are those without."""
 
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -52,3 +54,13 @@ def test_part_of_a_result() -> None:
         torch.mm(x, weight.T, out=out[:, 24:])
     assert torch.equal(out[:, 24:], x @ weight.T)
     assert (out[:, :24] == 7).all()
+
+
+def test_the_compiler_is_not_imported() -> None:
+    """torch imports it, which takes seconds, for tensors that are made in modes of another kind."""
+    code = (
+        "import sys, torch; from vlfit.engine.execution.product_sweep import ProductSweep\n"
+        "with ProductSweep(): torch.tensor([1, 2]).cpu() * 2, torch.empty(3, 4) @ torch.zeros(4, 2)\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

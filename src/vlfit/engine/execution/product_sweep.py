@@ -7,35 +7,37 @@ The plan counts them; a server that is ready must not grow by them.
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
 
 _POINTS = 16  # numbers of rows for each doubling
 _MIN_ROWS, _MAX_ROWS = 32, 8192  # of a product that is swept: larger ones take long, and have few kernels
 _SCALED_MULTIPLE = 16  # rows of an FP8 product
-_aten = torch.ops.aten
+# Which argument of a product has the rows; the next one is the weights.
+_PLACE_OF_ROWS: dict[Any, int] = {F.linear: 0, torch.mm: 0, torch.addmm: 1, torch._scaled_mm: 0}
 
 
-class ProductSweep(TorchDispatchMode):
+class ProductSweep(TorchFunctionMode):
     """Within the block each product of M rows also runs with M / 2 to M rows, once for each shape of weights.
 
     The rows are those of the product itself, so no more memory is needed than for it. Results are dropped.
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._done: set[tuple[Any, ...]] = set()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        place = _PLACE_OF_ROWS.get(func.overloadpacket)
+        place = _PLACE_OF_ROWS.get(func)
         if place is not None and args[place].dim() == 2:
             self._sweep(func, place, args, kwargs)
         return func(*args, **kwargs)
 
     def _sweep(self, func: Any, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = args[place].shape[0]
-        scaled = func.overloadpacket is _aten._scaled_mm
+        scaled = func is torch._scaled_mm
         multiple = _SCALED_MULTIPLE if scaled else 1
         step = -(-rows // (2 * _POINTS) // multiple) * multiple
         weights = (args[place + 1].shape, args[place + 1].stride(), args[place + 1].dtype)
@@ -53,7 +55,3 @@ class ProductSweep(TorchDispatchMode):
                 func(*given, **(kwargs | {"out": out[:fewer]}))
             else:
                 func(*given, **kwargs)
-
-
-# Which argument of a product has the rows; the next one is the weights.
-_PLACE_OF_ROWS = {_aten.linear: 0, _aten.mm: 0, _aten.addmm: 1, _aten._scaled_mm: 0}
