@@ -355,7 +355,10 @@ class StepInputs:
             return [whole[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
         on_host = views(self._on_host)
-        self._pinned_tables = on_host[5].view(size, blocks)
+        self._tables_on_host = on_host[5].view(size, blocks)
+        self._grown_tables = [
+            torch.zeros(size, blocks, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
         tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables, state_spans = (
             part.numpy() for part in on_host
         )
@@ -444,7 +447,7 @@ class StepInputs:
             self._state_spans[len(spans) + row - end] = (row, 1, UNUSED_SLOT, 0, 0)
 
     def covers(self, sequences: list[Sequence], further: int) -> bool:
-        """Whether the inputs were filled for ``sequences``, which have slots for ``further`` more tokens each.
+        """Whether the inputs were filled for ``sequences``, each with slots for ``further`` tokens more.
 
         False also if a sequence has other blocks since ``fill``. It may have more: see ``extend_tables``.
         """
@@ -456,9 +459,16 @@ class StepInputs:
         )
 
     def extend_tables(self, sequences: list[Sequence]) -> None:
-        """Copy the block tables that have grown since they were filled; all else stays. Does not wait."""
-        if any([self._fill_table(row, sequence) for row, sequence in enumerate(sequences)]):
-            self.metadata.block_tables.copy_(self._pinned_tables, non_blocking=True)
+        """Copy the block tables that have grown since they were filled; all else stays. Does not wait.
+
+        The step before the launched one may still run, so the copy has not begun: it is from one of two
+        buffers in turn, the next but one call comes after that step was read.
+        """
+        grown = [row for row, sequence in enumerate(sequences) if self._fill_table(row, sequence)]
+        if grown:
+            self._grown_tables.reverse()
+            self._grown_tables[0].copy_(self._tables_on_host)
+            self.metadata.block_tables.copy_(self._grown_tables[0], non_blocking=True)
 
     def _fill_table(self, row: int, sequence: Sequence) -> bool:
         """Set the block table of ``row`` on the host. Returns whether it was another one, or has grown."""

@@ -145,7 +145,7 @@ class Scheduler:
                 self._extend(sequence)
 
     def _extend(self, sequence: Sequence) -> None:
-        """Allocate blocks for ``LOOKAHEAD_TOKENS``, as far as ``sequence`` may have so many and they are free."""
+        """Allocate free blocks for ``LOOKAHEAD_TOKENS``, but no more than ``sequence`` can have."""
         most = self.block_manager.blocks_for(
             min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
         )
