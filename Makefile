@@ -1,9 +1,10 @@
 # Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
-#   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
+#   make test        what CI runs first: make lint (format and ruff), make types (mypy), make tests (pytest)
+#   make test-rest   what CI runs after it: test-ray and test-vllm, and beside them test-cards
 #   make slow        the tests that take half a minute and more each
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
-#   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: four to nine minutes
+#   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: three to nine minutes
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary
 #   make fuzz        thousands of requests to each API, made up from its description (15 minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
@@ -19,7 +20,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
+.PHONY: demo test test-rest lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -44,6 +45,12 @@ test: lint
 	tests=0; $(MAKE) --no-print-directory tests || tests=$$?; \
 	types_ended=0; wait $$types || types_ended=$$?; cat .venv/types.log; exit $$((tests ? tests : types_ended))
 
+# Compilers take the processor time that a cluster and a server leave.
+test-rest: $(DEV)
+	@nice $(MAKE) --no-print-directory test-cards >.venv/cards.log 2>&1 & cards=$$!; trap 'kill $$cards 2>/dev/null || true' EXIT; \
+	$(MAKE) --no-print-directory test-ray test-vllm; \
+	cards_ended=0; wait $$cards || cards_ended=$$?; cat .venv/cards.log; exit $$cards_ended
+
 lint: $(DEV)
 	@$(IN_VENV) -m ruff format --check --quiet . && $(IN_VENV) -m ruff check --quiet . && echo "ruff: clean"
 
@@ -57,7 +64,7 @@ slow: $(DEV)
 	@$(PYTEST) -m slow
 
 test-cards: $(DEV)
-	@$(PYTEST) -m cards tests/kernels
+	@$(PYTEST) -n 0 -m cards tests/kernels
 
 test-browser: $(DEV)
 	@scripts/install-browser

@@ -6,6 +6,7 @@ variant for.
 
 import random
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution import warmup
 from vlfit.engine.execution.model_runner import ModelRunner
 from vlfit.engine.execution.warmup import image_prompt, run_requests, text_prompt
+from vlfit.engine.memory.usage import tensors_in
 from vlfit.engine.sampling import sampler
 from vlfit.engine.sampling.sampler import StepOutput
 from vlfit.engine.scheduling.sequence import ScheduledChunk
@@ -213,3 +215,21 @@ def test_nothing_is_compiled_for_a_request(
     serve(built, random.Random(4))
     torch.cuda.synchronize()
     assert compiled == []
+
+
+def test_few_layers_follow_each_other_as_all_do() -> None:
+    """The first kernel of a layer may do the end of the one before, so pairs of kinds count."""
+    folder = Path(__file__).parents[1] / "mini35"
+    built = NativeEngine(open_checkpoint(folder), EngineOptions(device="cpu", max_model_len=256))
+    built.runner.text.layers = [*built.runner.text.layers] * 3  # with full attention before linear attention
+
+    def pairs() -> set[tuple[Any, Any]]:
+        shapes = [tuple(each.shape for each in tensors_in(layer)) for layer in built.runner.text.layers]
+        return set(pairwise(shapes))
+
+    every, number = pairs(), len(built.runner.text.layers)
+    with warmup.one_layer_per_kind(built):
+        assert pairs() == every
+        assert len(built.runner.text.layers) < number
+    assert len(every) == 3
+    assert len(built.runner.text.layers) == number

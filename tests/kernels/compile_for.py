@@ -12,7 +12,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from multiprocessing import get_context
@@ -102,8 +102,7 @@ def measure(launch: Launch, capability: tuple[int, int]) -> dict[str, int]:
 def measure_all(launches: Iterable[Launch], capability: tuple[int, int]) -> dict[str, dict[str, int]]:
     """``measure`` of each launch, by its description, on all cores."""
     listed = list(launches)
-    cores = len(os.sched_getaffinity(0))
-    with ProcessPoolExecutor(cores, get_context("fork"), follow_parent, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(num_cores(), get_context("fork"), follow_parent, (os.getpid(),)) as pool:
         found = pool.map(measure, listed, [capability] * len(listed), chunksize=4)
         return dict(sorted(zip(map(describe, listed), found, strict=True)))
 
@@ -131,7 +130,7 @@ def record(cases: Iterable[str]) -> None:
     for case in cases:
         for card in CARDS:
             kernels = now["cards"].setdefault(card, {})
-            for description, taken in measure_all(in_child(case, card), capability_of(card)).items():
+            for description, taken in measure_all(launches_of_all([case], card), capability_of(card)).items():
                 most = kernels.setdefault(description.partition("(")[0], dict.fromkeys(taken, 0))
                 most.update({key: max(most[key], value) for key, value in taken.items()})
         now["cases"] = sorted({*now["cases"], case})
@@ -139,10 +138,16 @@ def record(cases: Iterable[str]) -> None:
         print(case, file=sys.stderr, flush=True)
 
 
-def in_child(case: str, card: str) -> list[Launch]:
-    """``launches_of`` in a process of its own: a dry run leaves settings behind."""
-    with ProcessPoolExecutor(1, get_context("fork")) as pool:
-        return pool.submit(launches_of, case, capability_of(card)).result()
+def launches_of_all(cases: Sequence[str], card: str) -> list[Launch]:
+    """``launches_of`` each case, without repeats, on all cores, each in a process of its own."""
+    with get_context("fork").Pool(min(len(cases), num_cores()), maxtasksperchild=1) as pool:
+        found = pool.starmap(launches_of, [(case, capability_of(card)) for case in cases], chunksize=1)
+    return list(dict.fromkeys(launch for launches in found for launch in launches))
+
+
+def num_cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0))
 
 
 def main(arguments: list[str]) -> None:
@@ -153,7 +158,7 @@ def main(arguments: list[str]) -> None:
         print(json.dumps(versions()))
         return
     card, cases, *names = arguments
-    launches = {launch: None for case in cases.split(",") for launch in in_child(case, card)}
+    launches = launches_of_all(cases.split(","), card)
     wanted = [launch for launch in launches if not names or launch.name in names]
     print(json.dumps(measure_all(wanted, capability_of(card)), indent=1))
 

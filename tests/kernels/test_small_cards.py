@@ -79,7 +79,7 @@ def test_a_sample_is_as_recorded(cache: str) -> None:
 
 
 @pytest.mark.cards
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("card", SHARED)
 def test_the_five_benchmark_checkpoints_are_as_recorded(card: str, cache: str) -> None:
     check_cases(card, BENCHMARKED, cache)

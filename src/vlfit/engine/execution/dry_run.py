@@ -6,6 +6,7 @@ made up: every token is 1.
 """
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -49,8 +50,14 @@ def engine_launches(
     asked for. Raises what the engine raises. Changes global state of the kernels, so for a process of its
     own.
     """
-    with simulate_card(card), record_launches(found) as launches, _UnreadTensors(), torch.no_grad():
-        engine = _DryEngine(checkpoint, options, dequant)
+    with (
+        simulate_card(card),
+        record_launches(found) as launches,
+        _UnreadTensors(),
+        torch.no_grad(),
+        ExitStack() as short,
+    ):
+        engine = _DryEngine(checkpoint, options, dequant, short)
         warmup.profile_peak_memory(engine)
         warmup.warm_up_kernels(engine)
         return dict(launches)
@@ -68,11 +75,21 @@ class HollowLoader(Loader):
 
 
 class _DryEngine(NativeEngine):
-    """The engine on the meta device, which the caller has made a card. mini lends the tokenizer."""
+    """The engine on the meta device, which the caller has made a card. mini lends the tokenizer.
 
-    def __init__(self, checkpoint: Checkpoint, options: EngineOptions, dequant: DequantConfig) -> None:
+    From the first launch on it has one layer of each kind, until ``short`` ends: others launch no others.
+    """
+
+    def __init__(
+        self, checkpoint: Checkpoint, options: EngineOptions, dequant: DequantConfig, short: ExitStack
+    ) -> None:
         self._dequant = dequant
-        super().__init__(_with_minis_tokens(checkpoint), options, loader_class=HollowLoader)
+        super().__init__(
+            _with_minis_tokens(checkpoint),
+            options,
+            loader_class=HollowLoader,
+            before_launches=lambda: short.enter_context(warmup.one_layer_per_kind(self)),
+        )
         run = self.runner.run
 
         def run_and_make_up(batch: list[ScheduledChunk]) -> StepOutput:

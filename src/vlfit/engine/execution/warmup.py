@@ -11,7 +11,7 @@ memory than greedy. The warm-up then compiles and loads every kernel.
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import cycle
+from itertools import cycle, pairwise
 from math import isqrt
 from typing import Any
 
@@ -344,7 +344,7 @@ def warm_up_kernels(engine: NativeEngine) -> None:
     """
     try:
         sweep = ProductSweep() if engine.device.type == "cuda" else nullcontext()
-        with engine.prefill_pacer.disabled(), _one_layer_per_kind(engine), sweep:
+        with engine.prefill_pacer.disabled(), one_layer_per_kind(engine), sweep:
             _run_all_kinds(engine)
     except OutOfMemory as error:
         raise worst_case_error(engine, error.message) from None
@@ -353,11 +353,12 @@ def warm_up_kernels(engine: NativeEngine) -> None:
 
 
 @contextmanager
-def _one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
+def one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
     """Shrink the text model, and the vision tower, to one layer of each kind within the block.
 
-    Of the text model the layers that deepstack is added to, one of each storage format, and the last are
-    kept; offloaded layers stay all. The tower has no CUDA graph meanwhile: it would be one of few blocks.
+    Of the text model the layers that deepstack is added to, two of each kind behind each other, as the first
+    kernel of a layer may do the end of the one before, and the last are kept; offloaded layers stay all. The
+    tower has no CUDA graph meanwhile: it would be one of few blocks.
     """
     runner, text = engine.runner, engine.runner.text
     tower, encoder_graph = runner.vision, runner.encoder_graph
@@ -366,15 +367,15 @@ def _one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
     num_captures = graphs.num_captures if graphs else 0
     vision = engine.checkpoint.config.vision
     if not isinstance(layers, StreamedLayers):
-        kinds: set[Hashable] = set()
-        kept = list(layers[: len(vision.deepstack_visual_indexes) if vision else 0])
-        for layer in layers[len(kept) :]:
-            window = engine.runner.cache.window(layer.index)
-            kind = (window, _stored_kind(layer))
-            if kind not in kinds or layer is layers[-1]:
-                kinds.add(kind)
-                kept.append(layer)
-        text.layers = kept
+        kinds = [(runner.cache.window(layer.index), _stored_kind(layer)) for layer in layers]
+        num_deepstack = len(vision.deepstack_visual_indexes) if vision else 0
+        kept = {*range(min(num_deepstack, len(kinds))), len(kinds) - 1}
+        pairs: set[Hashable] = set()
+        for index, pair in enumerate(pairwise(kinds)):
+            if pair not in pairs:
+                pairs.add(pair)
+                kept |= {index, index + 1}
+        text.layers = [layers[index] for index in sorted(kept)]
     runner.encoder_graph = None
     try:
         with nullcontext() if tower is None else tower.shortened(_stored_kind):
