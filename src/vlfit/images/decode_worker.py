@@ -33,10 +33,6 @@ if TYPE_CHECKING:
 
     from vlfit.images.decode import DecodedImage, PictureFile
 
-# Pixels are copied from Pillow at once up to ``_WHOLE_BYTES``, or in strips: ten times as fast within the
-# CPU's cache, and Pillow makes several copies of what it returns.
-_WHOLE_BYTES = 2**20
-_STRIP_BYTES = 2**18
 # The header of a small JPEG or PNG is read in milliseconds, whatever is in it: it alone says that the job has
 # begun. A message before it would take 0.1 ms.
 _MAX_QUICK_BYTES = 2**18
@@ -214,16 +210,34 @@ def _decode_ahead(file: "PictureFile", connection: Connection, start: int) -> "D
 
 
 def _send_pixels(connection: Connection, facts: dict[str, Any], image: "Image.Image") -> None:
-    """Send ``facts``, so that the server wakes while the pixels are copied from Pillow, and then those."""
+    """Send ``facts``, so that the server wakes while the pixels are copied from Pillow, and then those.
+
+    Pillow writes them piece by piece, which a file of its simplest format has as they are behind its header.
+    ``Image.tobytes`` makes several copies of all.
+    """
     connection.send(facts)
-    row = 3 * image.width
-    if row * image.height <= _WHOLE_BYTES:
-        connection.send_bytes(image.tobytes())
+    header = b"P6\n%d %d\n255\n" % image.size
+    image.save(cast("IO[bytes]", _PixelWriter(connection, header)), "PPM")
+
+
+class _PixelWriter:
+    """A file that is sent while it is written, without its ``header``."""
+
+    def __init__(self, connection: Connection, header: bytes) -> None:
+        self._connection = connection
+        self._header = header
+
+    def write(self, data: bytes) -> int:
+        begin = min(len(self._header), len(data))
+        if data[:begin] != self._header[:begin]:
+            raise ValueError(f"Pillow wrote {data[:begin]!r} in a header, not {self._header[:begin]!r}")
+        self._header = self._header[begin:]
+        if begin < len(data):
+            self._connection.send_bytes(memoryview(data)[begin:])
+        return len(data)
+
+    def flush(self) -> None:
         return
-    rows = max(_STRIP_BYTES // row, 1)
-    for top in range(0, image.height, rows):
-        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
-        connection.send_bytes(strip.tobytes())
 
 
 def _send_file(
