@@ -431,7 +431,8 @@ OPTIONS = EngineOptions(device="cpu", dtype="float32", max_model_len=1024, max_n
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "levels", [pytest.param(SEEN_ALWAYS, id="most"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)]
+    "levels",
+    [pytest.param(SEEN_ALWAYS, id="most"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_words_and_planned_bytes(
