@@ -24,7 +24,7 @@ from vlfit.parity.scenes import known_answers
 pytestmark = pytest.mark.usefixtures("only_its_own_to_collect")
 Folder = Callable[[str], Path]
 slow = pytest.mark.slow
-QUICK = ("tied", "fp8", "small", "llama2")
+QUICK = ("tied", "small", "llama2")
 # One of each kind that `make test` sees; the rest are as quick, and many.
 SEEN_ALWAYS = (
     "corners not aligned",
