@@ -1,7 +1,7 @@
 # Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
-#   make slow        the tests that take half a minute and more each
+#   make slow        the tests that take half a minute and more each, and more members of families that make tests samples
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
 #   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: four to nine minutes
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary
