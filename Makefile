@@ -2,7 +2,7 @@
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
 #   make test        what CI runs first: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make test-rest   what CI runs after it: test-ray and test-vllm, and beside them test-cards
-#   make slow        the tests that take half a minute and more each
+#   make slow        the tests that take half a minute and more each, and further members of families
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
 #   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: three to nine minutes
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary

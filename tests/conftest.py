@@ -110,8 +110,7 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What tests have imported, as torch, stays: the collector need not go through it each time."""
-    gc.collect()
+    """What tests have imported, as torch, stays: the collector need not go through it, not even once."""
     gc.freeze()
     gc.enable()
     # Tests make and drop models by the thousand objects.

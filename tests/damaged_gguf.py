@@ -1,6 +1,7 @@
 """Copies of a GGUF file with other metadata or tensors: what a person meets after a wrong conversion."""
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,15 @@ def rewritten(
     out. ``reshape``: zeros of another shape, outputs first, by a tensor's old name.
     ``added``: further tensors of zeros.
     """
-    reader, changes = gguf.GGUFReader(source), dict(metadata or {})
-    kept = {field.name: field for field in reader.fields.values() if not field.name.startswith("GGUF.")}
-    architecture = changes.pop("general.architecture", kept.pop("general.architecture").contents())
+    facts, changes = source.stat(), dict(metadata or {})
+    reader, all_kept = _read(source, facts.st_mtime_ns, facts.st_size)
+    kept = dict(all_kept)
+    architecture = changes.pop("general.architecture", kept.pop("general.architecture")[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     writer = gguf.GGUFWriter(target, architecture)
-    for name, field in kept.items():
-        value = changes.pop(name, field.contents()) if name in changes else field.contents()
+    for name, (before, kind, items) in kept.items():
+        value = changes.pop(name, before)
         if value is not None:
-            kind, items = field.types[0], field.types[-1]
             if kind == gguf.GGUFValueType.ARRAY and isinstance(value[0], str) is not (items == _TEXT):
                 items = gguf.GGUFValueType.get_type(value[0])  # changed to another type
             writer.add_key_value(name, value, kind, items if kind == gguf.GGUFValueType.ARRAY else None)
@@ -54,6 +55,14 @@ def rewritten(
     writer.write_tensors_to_file()
     writer.close()
     return target
+
+
+@lru_cache(maxsize=4)  # most tests change the same file
+def _read(source: Path, changed: int, size: int) -> tuple[gguf.GGUFReader, dict[str, tuple[Any, Any, Any]]]:
+    """A reader, whose file stays mapped; by key the value, its type and that of its items."""
+    reader = gguf.GGUFReader(source)
+    fields = [field for field in reader.fields.values() if not field.name.startswith("GGUF.")]
+    return reader, {field.name: (field.contents(), field.types[0], field.types[-1]) for field in fields}
 
 
 def merges_of(source: Path) -> list[str]:

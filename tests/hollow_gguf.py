@@ -5,8 +5,10 @@ Only the header is written; the file is then made as long as its tensors call fo
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cache
 from math import prod
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFWriter
@@ -109,6 +111,7 @@ def q4_k_m(name: str) -> str:
     )
 
 
+@cache
 def only(kind: str) -> TypeOf:
     """Every matrix in ``kind``."""
     return lambda name: kind
@@ -133,7 +136,14 @@ def write_model(
     ``tokens``: some of the vocabulary: the bytes and control tokens come first, and it is filled up to
     ``shapes.vocabulary``.
     """
-    writer = GGUFWriter(path, architecture)
+    return _write(path, *_model(kind, shapes, tuple(tokens), without, architecture))
+
+
+@cache  # the writer takes a tenth of a second for a long vocabulary
+def _model(
+    kind: TypeOf, shapes: Shapes, tokens: tuple[str, ...], without: tuple[str, ...], architecture: str
+) -> tuple[bytes, int]:
+    writer = GGUFWriter(None, architecture)
     writer.add_name("Qwen3-VL")
     numbers = {
         "block_count": shapes.layers,
@@ -162,12 +172,17 @@ def write_model(
     writer.add_token_merges([f"{token[:1]} {token[1:]}" for token in given if len(token) == 2] or ["t o"])
     writer.add_eos_token_id(given.index("<|im_end|>"))
     writer.add_chat_template("{% for message in messages %}{{ message['content'] }}{% endfor %}")
-    return _write(writer, path, shapes.text, kind)
+    return _header(writer, shapes.text, kind)
 
 
 def write_mmproj(path: Path, kind: TypeOf | None = None, shapes: Shapes = TINY) -> Path:
     """Write the file of a vision tower, in F16 if no ``kind`` is given."""
-    writer = GGUFWriter(path, "clip")
+    return _write(path, *_tower(kind or only("F16"), shapes))
+
+
+@cache
+def _tower(kind: TypeOf, shapes: Shapes) -> tuple[bytes, int]:
+    writer = GGUFWriter(None, "clip")
     writer.add_string("clip.projector_type", "qwen3vl_merger")
     writer.add_bool("clip.has_vision_encoder", True)
     numbers = {
@@ -187,10 +202,11 @@ def write_mmproj(path: Path, kind: TypeOf | None = None, shapes: Shapes = TINY) 
     writer.add_array("clip.vision.image_std", [0.5] * 3)
     marks = [number in shapes.deepstack for number in range(shapes.v_depth)]
     writer.add_array("clip.vision.is_deepstack_layers", marks)
-    return _write(writer, path, shapes.tower, kind or only("F16"))
+    return _header(writer, shapes.tower, kind)
 
 
-def _write(writer: GGUFWriter, path: Path, tensors: dict[str, tuple[int, ...]], kind: TypeOf) -> Path:
+def _header(writer: GGUFWriter, tensors: dict[str, tuple[int, ...]], kind: TypeOf) -> tuple[bytes, int]:
+    """The file up to its data, and the size of the whole."""
     total = 0
     for name, shape in tensors.items():
         is_matrix = len(shape) == 2 and "position" not in name
@@ -200,14 +216,21 @@ def _write(writer: GGUFWriter, path: Path, tensors: dict[str, tuple[int, ...]], 
         in_bytes = (*shape[:-1], shape[-1] // block * block_bytes)
         writer.add_tensor_info(name, in_bytes, np.dtype(np.uint8), nbytes, raw_dtype=stored)
         total += nbytes + -nbytes % 32
+    with TemporaryDirectory() as folder:
+        path = Path(folder) / "header.gguf"
+        writer.write_header_to_file(path)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        header = path.read_bytes()
+    return header, len(header) + -len(header) % 32 + total
+
+
+def _write(path: Path, header: bytes, size: int) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    writer.close()
-    start = path.stat().st_size
-    with path.open("r+b") as file:
-        file.truncate(start + -start % 32 + total)
+    with path.open("wb") as file:
+        file.write(header)
+        file.truncate(size)
     return path
 
 

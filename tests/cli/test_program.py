@@ -87,7 +87,11 @@ def test_interrupts_reach_programs_even_if_the_tests_run_in_the_background() -> 
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
-@pytest.mark.parametrize("options", [("--json",), ("--stream",), ("--no-stream",)], ids="".join)
+@pytest.mark.parametrize(
+    "options",
+    [("--json",), ("--stream",), pytest.param(("--no-stream",), marks=pytest.mark.slow)],
+    ids="".join,
+)
 def test_words_that_find_no_room_are_told(
     options: tuple[str, ...], tiny: Callable[[str], Path], environment: dict[str, str]
 ) -> None:

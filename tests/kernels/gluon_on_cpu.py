@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -89,7 +90,8 @@ class Values:
     """A tensor of the language: ``array``, numbers of ``kind``."""
 
     def __init__(self, array: Any, kind: Kind) -> None:
-        self.array: Array = np.asarray(array).astype(kind.computed)
+        # Not copied: no operation changes an array.
+        self.array: Array = np.asarray(array, kind.computed)
         self.kind = self.dtype = kind
 
     @property
@@ -127,8 +129,8 @@ class Values:
         elif isinstance(other, float) and not kind.is_float:
             kind = FLOAT32
         if kind is not INT1 and not isinstance(number, bool):
-            number = np.asarray(number).astype(kind.computed)
-        mine: Array = self.array.astype(kind.computed)
+            number = np.asarray(number, kind.computed)
+        mine: Array = self.array.astype(kind.computed, copy=False)
         found = operation(number, mine) if turned else operation(mine, number)
         return Values(found, INT1 if found.dtype == np.bool_ else kind)
 
@@ -329,6 +331,21 @@ WORD = 0xFFFFFFFF
 _E4M3 = torch.arange(256).to(torch.uint8).view(torch.float8_e4m3fn).half().view(torch.int16).numpy()
 
 
+@cache
+def _statements(ptx: str) -> list[tuple[str, list[str], list[list[str]]]]:
+    """Operation, results and operands of each; several registers of one are in braces."""
+    found = []
+    for statement in ptx.split(";"):
+        line = statement.strip()
+        line = line[1:].strip() if line.startswith("{") else line
+        if not line or line.startswith((".reg", "}")):
+            continue
+        operation, _, rest = line.partition(" ")
+        out, *names = (re.findall(r"[^{},\s]+", each) for each in re.findall(r"\{[^}]*\}|[^,\s]+", rest))
+        found.append((operation, out, names))
+    return found
+
+
 def run_ptx(ptx: str, arguments: dict[str, Array]) -> dict[str, Array]:
     """Registers uint32 after ``ptx``, of the few instructions that products are made of.
 
@@ -340,23 +357,17 @@ def run_ptx(ptx: str, arguments: dict[str, Array]) -> dict[str, Array]:
     def value(name: str) -> Array:
         return np.asarray(registers[name] if name in registers else int(name, 0), np.uint32)
 
-    for statement in ptx.split(";"):
-        line = statement.strip()
-        line = line[1:].strip() if line.startswith("{") else line
-        if not line or line.startswith((".reg", "}")):
-            continue
-        operation, _, rest = line.partition(" ")
-        out, *names = re.findall(r"\{[^}]*\}|[^,\s]+", rest)
+    for operation, outs, names in _statements(ptx):
         if operation.startswith("mma.sync"):
-            matrices = [[value(each) for each in re.findall(r"[$\w]+", name)] for name in names]
-            registers |= zip(re.findall(r"[$\w]+", out), _mma(operation, *matrices), strict=True)
+            matrices = [[value(each) for each in matrix] for matrix in names]
+            registers |= zip(outs, _mma(operation, *matrices), strict=True)
             continue
-        inputs = [value(each) for each in names]
-        if out.startswith("{"):  # a word's halves
-            low, high = re.findall(r"\w+", out)
+        inputs = [value(each) for [each] in names]
+        if len(outs) == 2:  # a word's halves
+            low, high = outs
             registers[low], registers[high] = inputs[0] & 0xFFFF, inputs[0] >> 16
         else:
-            registers[out] = _instruction(operation, inputs)
+            registers[outs[0]] = _instruction(operation, inputs)
     return registers
 
 

@@ -406,11 +406,11 @@ def test_each_weight_is_loaded_once(name: str, multiprocessors: int, kernels: Si
 def test_programs_are_as_many_as_fit(kernels: SimpleNamespace) -> None:
     """Else one would wait for another to end: registers are limited where tiles are multiplied in turn."""
     kernels.multiprocessors, kernels.tiles = 2, RowTiles(8, 1, 2, 4, 3)
-    multiplied(torch.randn(1, 512).bfloat16(), TAKEN["Q4_K"](1000, 512))
+    multiplied(torch.randn(1, 512).bfloat16(), TAKEN["Q4_K"](200, 512))
     programs, constants = kernels.one_row_kernel.launches[0]
     assert programs == 6
     assert constants["maxnreg"] * 3 * 8 * 32 <= 65536
-    multiplied(torch.randn(1, 25600).bfloat16(), TAKEN["int8, a scale a row"](1000, 25600))
+    multiplied(torch.randn(1, 25600).bfloat16(), TAKEN["int8, a scale a row"](128, 25600))
     assert kernels.one_row_kernel.launches[1][0] == 2  # each holds 57,600 bytes of the row
 
 

@@ -55,12 +55,11 @@ needs_compiler = pytest.mark.skipif(processor.find_c_compiler() is None, reason=
 
 
 # The best of this processor, that of most, and the one of all: compiling each takes five seconds and more.
-SEEN_ALWAYS = (FOUND[0], "avx2", "portable")
+SEEN_ALWAYS = tuple(each for each in FOUND if each in (FOUND[0], "avx2", "portable"))
+OTHERS = tuple(each for each in FOUND if each not in SEEN_ALWAYS)
 
 
-@pytest.fixture(
-    params=[pytest.param(each, marks=() if each in SEEN_ALWAYS else pytest.mark.slow) for each in FOUND]
-)
+@pytest.fixture(params=[*SEEN_ALWAYS, *(pytest.param(each, marks=pytest.mark.slow) for each in OTHERS)])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv(processor.KERNELS_SWITCH, request.param)
     return str(request.param)
@@ -431,9 +430,17 @@ OPTIONS = EngineOptions(device="cpu", dtype="float32", max_model_len=1024, max_n
 
 
 @needs_compiler
+@pytest.mark.parametrize(
+    "levels",
+    [pytest.param(SEEN_ALWAYS, id="most"), pytest.param(OTHERS, id="others", marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", CHECKPOINTS)
-def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_and_planned_bytes(
+    name: str, levels: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The greedy words are those of dequantized float32 weights on every vector unit; bytes are planned."""
+    if not levels:
+        pytest.skip("this processor has no other vector units")
     folder = CHECKPOINTS[name](tmp_path)
     asked = [CONVERSATIONS["text"]]
     if not name.startswith("GGUF"):  # of a text model
@@ -442,7 +449,7 @@ def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.
     expected = run(NativeEngine(open_checkpoint(folder), OPTIONS), *asked, tokens=16)
     monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
-    for level in FOUND:
+    for level in levels:
         monkeypatch.setenv(processor.KERNELS_SWITCH, level)
         engine = NativeEngine(open_checkpoint(folder), OPTIONS)
         assert cpu_matrices_in([engine.runner.text, engine.runner.vision])
@@ -464,7 +471,7 @@ def test_words_and_planned_bytes(name: str, tmp_path: Path, monkeypatch: pytest.
 
 
 @needs_compiler
-@pytest.mark.usefixtures("small_matrices_too")
+@pytest.mark.usefixtures("small_matrices_too", "only_its_own_to_collect")
 @pytest.mark.parametrize(
     "name", ["4 bits, zero points (AWQ)", "plain bytes", "official FP8", "bfloat16", "GGUF Q4_0", "GGUF Q6_K"]
 )
@@ -487,7 +494,7 @@ def test_rounded_inputs_are_within_tolerances(name: str, tmp_path: Path) -> None
 
 
 @needs_compiler
-@pytest.mark.usefixtures("small_matrices_too")
+@pytest.mark.usefixtures("small_matrices_too", "only_its_own_to_collect")
 def test_a_wrong_product_with_rounded_inputs_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

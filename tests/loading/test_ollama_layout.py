@@ -108,9 +108,15 @@ def load_source(folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.fixture(scope="module")
+def mini_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Mini as Ollama's converter writes it. Not to be changed."""
+    return as_ollama(mini_folder(), tmp_path_factory.mktemp("mini") / "ollama")
+
+
 @pytest.fixture
-def mini_inside(tmp_path: Path) -> GGUFHeader:
-    return read_gguf_header(as_ollama(mini_folder(), tmp_path / "ollama"))
+def mini_inside(mini_file: Path) -> GGUFHeader:
+    return read_gguf_header(mini_file)
 
 
 @pytest.mark.parametrize("name", ["mini", "half_with_biases", "wide_heads_one_level"])
@@ -208,10 +214,11 @@ def test_other_files_are_refused(name: str, mini_inside: GGUFHeader) -> None:
     ],
 )
 def test_errors_have_ollamas_names(
-    metadata: dict[str, Any], left_out: str, says: str, tmp_path: Path
+    metadata: dict[str, Any], left_out: str, says: str, mini_file: Path, tmp_path: Path
 ) -> None:
-    whole = as_ollama(mini_folder(), tmp_path / "ollama")
-    model = rewritten(whole, tmp_path / "m.gguf", metadata, lambda name: None if name == left_out else name)
+    model = rewritten(
+        mini_file, tmp_path / "m.gguf", metadata, lambda name: None if name == left_out else name
+    )
     reads: tuple[Callable[[], object], ...] = (
         lambda: open_checkpoint(model),
         lambda: read_unopened("m", model, None),
@@ -224,12 +231,13 @@ def test_errors_have_ollamas_names(
         assert "clip." not in caught.value.message
 
 
-def test_a_second_tower(mini_inside: GGUFHeader, tmp_path: Path) -> None:
+def test_a_second_tower(mini_file: Path, mini_inside: GGUFHeader, tmp_path: Path) -> None:
     """One beside the file is not looked at; one that is named is an error."""
     _, tower = as_gguf(mini_folder(), tmp_path / "gguf", "f32")
     assert tower is not None
-    shutil.copy(tower, tmp_path / "ollama" / "mmproj-x.gguf")
-    assert open_checkpoint(tmp_path / "ollama" / "ollama.gguf").config.vision is not None
+    model = shutil.copy(mini_file, tmp_path)
+    shutil.copy(tower, tmp_path / "mmproj-x.gguf")
+    assert open_checkpoint(model).config.vision is not None
     with pytest.raises(CheckpointError):
         read_gguf_config(mini_inside, read_gguf_header(tower), no_tensor)
 

@@ -167,8 +167,15 @@ def test_answers_are_those_without_drafts(
 
 @pytest.mark.parametrize(
     "sampling",
-    [GREEDY, SEEDED, replace(GREEDY, temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5)],
-    ids=["greedy", "seeded", "penalties"],
+    [
+        pytest.param(GREEDY, id="greedy"),
+        pytest.param(SEEDED, id="seeded"),
+        pytest.param(
+            replace(GREEDY, temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5),
+            id="penalties",
+            marks=pytest.mark.slow,
+        ),
+    ],
 )
 def test_a_short_head_drafts_what_it_can(
     tiny_qwen3_5: Callable[[str], Path],

@@ -3,8 +3,9 @@
 Nothing is measured here: the figures are those of docs/log.md and of ``benchmarks.sizes`` behind them.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
+from functools import cache
 
 import pytest
 
@@ -118,6 +119,7 @@ def _no_calibration(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
 
+@cache
 def model(size: str, weights: str) -> Model:
     return model_of_entry(next(each for each in catalog.family_entries(size) if each.weights == weights))
 
@@ -135,13 +137,28 @@ def test_what_was_measured_is_in_the_range(
     assert_in_range(speed_on(gpu, size, weights), tokens, first)
 
 
+@pytest.fixture(scope="module")
+def model_of_file(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, str], Model]:
+    """What is planned for a file by size and type; each is written, with its whole vocabulary, once."""
+
+    @cache
+    def write_and_read(size: str, kind: str) -> Model:
+        checkpoint = open_checkpoint(write_sparse_gguf(tmp_path_factory.mktemp("file"), size, kind))
+        return model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "", gguf_type=kind)
+
+    return write_and_read
+
+
 @pytest.mark.parametrize(("gpu", "size", "kind", "tokens", "first"), FILES)
 def test_what_was_measured_of_gguf_files_is_in_the_range(
-    gpu: Gpu, size: str, kind: str, tokens: float | None, first: float | None, tmp_path: Path
+    model_of_file: Callable[[str, str], Model],
+    gpu: Gpu,
+    size: str,
+    kind: str,
+    tokens: float | None,
+    first: float | None,
 ) -> None:
-    checkpoint = open_checkpoint(write_sparse_gguf(tmp_path, size, kind))
-    held = model_of(checkpoint.name, checkpoint.config, checkpoint.tensors, "", gguf_type=kind)
-    speed = NATIVE.speed(held, gpu, PlanSettings(kind, 4096, 768, 1, 1024))
+    speed = NATIVE.speed(model_of_file(size, kind), gpu, PlanSettings(kind, 4096, 768, 1, 1024))
     assert speed is not None
     assert_in_range(speed, tokens, first)
 

@@ -256,10 +256,10 @@ def test_reading_a_piece_takes_no_longer_late_in_a_body() -> None:
         seconds = []
         reader = BodyReader(bare=True)
         for position in range(0, len(content), 65_536):
-            began = time.perf_counter()
+            began = time.thread_time()
             reader.feed(content[position : position + 65_536])
-            seconds.append(time.perf_counter() - began)
-        began = time.perf_counter()
+            seconds.append(time.thread_time() - began)
+        began = time.thread_time()
         reader.finish()
-        seconds.append(time.perf_counter() - began)
+        seconds.append(time.thread_time() - began)
         assert sorted(seconds)[-3] < 0.02  # two may be unlucky on a busy machine

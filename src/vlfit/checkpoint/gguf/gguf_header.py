@@ -166,7 +166,10 @@ def shortest(number: np.floating[Any]) -> float:
 
 
 def _as_list(values: npt.NDArray[np.generic]) -> list[Any]:
-    return [shortest(each) if isinstance(each, np.floating) else each.item() for each in values]
+    if np.issubdtype(values.dtype, np.floating):
+        return [shortest(each) for each in values]
+    found: list[Any] = values.tolist()
+    return found
 
 
 @cache
