@@ -43,7 +43,7 @@ def test_a_table_grows_in_place_and_before_it_is_full() -> None:
         scheduler.admit()
         assert one.block_table is table
         assert table[: len(before)] == before
-        assert not one.is_decoding or one.num_tokens < len(table) * BLOCK
+        assert not one.is_decoding or one.num_tokens + 1 < len(table) * BLOCK
         lengths.add(len(table))
     assert len(lengths) > 1
     assert one.slot_mapping is None

@@ -215,7 +215,7 @@ class DecodeGraphs:
         token.
         """
         inputs = self._inputs_for(sequences)
-        if not inputs.covers(sequences, 1):
+        if not inputs.covers_next(sequences):
             return
         inputs.extend_tables(sequences)
         tokens = self._staging.last[0, : len(sequences)]
@@ -446,23 +446,24 @@ class StepInputs:
         for row in range(end, self.size):
             self._state_spans[len(spans) + row - end] = (row, 1, UNUSED_SLOT, 0, 0)
 
-    def covers(self, sequences: list[Sequence], further: int) -> bool:
-        """Whether the inputs were filled for ``sequences``, each with slots for ``further`` tokens more.
+    def covers_next(self, sequences: list[Sequence]) -> bool:
+        """Whether the step launched last is of ``sequences``, and its ``advance`` had a slot for the next token.
 
-        False also if a sequence has other blocks since ``fill``. It may have more: see ``extend_tables``.
+        It took that slot from the block tables that the device had then. Call it before ``extend_tables``.
         """
         return all(
             filled is not None
             and sequence.block_table is filled.table
-            and sequence.num_cached_tokens + further < len(filled.table) * self._block_size
+            and sequence.num_cached_tokens + 1 < filled.length * self._block_size
             for sequence, filled in zip(sequences, self._filled, strict=False)
         )
 
     def extend_tables(self, sequences: list[Sequence]) -> None:
-        """Copy the block tables that have grown since they were filled; all else stays. Does not wait.
+        """Copy block tables that have grown since they were filled, for the steps launched from now on.
 
-        The step before the launched one may still run, so the copy has not begun: it is from one of two
-        buffers in turn, the next but one call comes after that step was read.
+        Does not wait, and all other inputs stay. The step before the launched one may still run, so the copy
+        has not begun: it is from one of two buffers in turn, and the next call but one comes after that step
+        was read.
         """
         grown = [row for row, sequence in enumerate(sequences) if self._fill_table(row, sequence)]
         if grown:

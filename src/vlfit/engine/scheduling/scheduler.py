@@ -128,8 +128,9 @@ class Scheduler:
     def _append_blocks(self) -> None:
         """Extend full block tables, oldest sequence first; preempt the youngest while no block is free.
 
-        While enough blocks are free a table is extended before it is full, so that the step after the next
-        one has a slot and can be launched ahead. Tables grow in place: a step in flight stays theirs.
+        While enough blocks are free a table is extended when two slots are left, the second for the step in
+        flight: that one finds the slot of the step after it, so that this can be launched ahead, too. Tables
+        grow in place: a step in flight stays theirs.
         """
         for sequence in list(self.running):
             capacity = len(sequence.block_table) * self.block_manager.block_size
@@ -137,7 +138,7 @@ class Scheduler:
                 continue
             if sequence.num_tokens <= capacity:
                 is_plenty = self.block_manager.num_free > len(self.running)
-                if sequence.num_tokens < capacity or not (sequence.is_decoding and is_plenty):
+                if sequence.num_tokens + 1 < capacity or not (sequence.is_decoding and is_plenty):
                     continue
             while not self.block_manager.num_free and sequence in self.running:
                 self._preempt(self.running[-1])
