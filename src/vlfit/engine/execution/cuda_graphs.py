@@ -447,7 +447,7 @@ class StepInputs:
             self._state_spans[len(spans) + row - end] = (row, 1, UNUSED_SLOT, 0, 0)
 
     def covers_next(self, sequences: list[Sequence]) -> bool:
-        """Whether the last launched step is of ``sequences``, and its ``advance`` had a slot for the next token.
+        """Whether the last step launched is of ``sequences``, and ``advance`` had a slot for the next token.
 
         It took that slot from the block tables that the device had then. Call it before ``extend_tables``.
         """
