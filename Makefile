@@ -1,7 +1,6 @@
 # Everything a person or CI runs. Each target does its own set-up; the second time that is instant.
 #   make demo        captions the pictures in examples/pictures with mini, the bundled model: no GPU, no downloads
-#   make test        what CI runs first: make lint (format and ruff), make types (mypy), make tests (pytest)
-#   make test-rest   what CI runs after it: test-ray and test-vllm, and beside them test-cards
+#   make test        what CI runs: make lint (format and ruff), make types (mypy), make tests (pytest)
 #   make slow        the tests that take half a minute and more each, and further members of families
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
 #   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: three to nine minutes
@@ -20,7 +19,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-rest lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -44,12 +43,6 @@ test: lint
 	@$(IN_VENV) -m mypy >.venv/types.log 2>&1 & types=$$!; trap 'kill $$types 2>/dev/null || true' EXIT; \
 	tests=0; $(MAKE) --no-print-directory tests || tests=$$?; \
 	types_ended=0; wait $$types || types_ended=$$?; cat .venv/types.log; exit $$((tests ? tests : types_ended))
-
-# Compilers take the processor time that a cluster and a server leave.
-test-rest: $(DEV)
-	@nice $(MAKE) --no-print-directory test-cards >.venv/cards.log 2>&1 & cards=$$!; trap 'kill $$cards 2>/dev/null || true' EXIT; \
-	$(MAKE) --no-print-directory test-ray test-vllm; \
-	cards_ended=0; wait $$cards || cards_ended=$$?; cat .venv/cards.log; exit $$cards_ended
 
 lint: $(DEV)
 	@$(IN_VENV) -m ruff format --check --quiet . && $(IN_VENV) -m ruff check --quiet . && echo "ruff: clean"

@@ -17,7 +17,6 @@ from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import StepInputs
-from vlfit.engine.scheduling import scheduler
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.layers.linear import Fp8Linear, PackedLinear
 from vlfit.quantize.conversion import convert
@@ -98,9 +97,8 @@ def test_loading_leaves_nothing_beside_the_model(tiny: Callable[[str], Path]) ->
 def test_steps_follow_each_other_before_tokens_are_read(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host says once where a request begins to decode, and not again: tables of blocks grow meanwhile."""
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
-    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=200)
+    """The host says once where a request begins to decode, and not again until it needs more blocks."""
+    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=50)
     on_gpu = engine(tiny("tied"), "cuda", speculate=False)
     fill, filled = StepInputs.fill, []
 
@@ -109,7 +107,7 @@ def test_steps_follow_each_other_before_tokens_are_read(
         fill(inputs, sequences)
 
     monkeypatch.setattr(StepInputs, "fill", counted)
-    assert run(on_gpu, CONVERSATIONS["text"], tokens=200) == expected
+    assert run(on_gpu, CONVERSATIONS["text"], tokens=50) == expected
     assert filled == [1]
 
 
