@@ -44,6 +44,7 @@ from benchmarks.harness import (
     commit,
     in_mib,
     print_table,
+    require_gpu,
     versions_of,
     write_json,
 )
@@ -124,6 +125,8 @@ class SoakRun:
 
 def main() -> None:
     options = read_options()
+    if options.device != "cpu":
+        require_gpu("soak")
     facts: dict[str, Any] = {"commit": commit(), **versions_of("torch", "triton")}
     print("; ".join(f"{name} {value}" for name, value in facts.items()))
     with tempfile.TemporaryDirectory(prefix="vlfit-soak-", dir=ram_folder()) as folder:

@@ -228,7 +228,7 @@ def test_few_layers_follow_each_other_as_all_do() -> None:
         return set(pairwise(shapes))
 
     every, number = pairs(), len(built.runner.text.layers)
-    with warmup.one_layer_per_kind(built):
+    with warmup.few_layers(built):
         assert pairs() == every
         assert len(built.runner.text.layers) < number
     assert len(every) == 3

@@ -20,6 +20,14 @@ def test_named_python(tmp_path: Path) -> None:
     assert where.find_vllm(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
 
 
+def test_a_python_named_from_the_current_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    monkeypatch.chdir(tmp_path)
+    assert where.find_vllm("env/bin/python") == where.find_vllm(str(python))
+    python.with_name("vllm").unlink()  # then the Python itself is run, from another folder perhaps
+    assert where.find_vllm("env/bin/python").program[0] == str(python)
+
+
 def test_cpu_build(tmp_path: Path) -> None:
     found = where.find_vllm(str(environment(tmp_path / "env")))
     assert (found.version, found.on_cpu) == ("0.32.0+cpu", True)

@@ -69,7 +69,7 @@ def find_vllm(path: str | None = None) -> InstalledVllm:
     """
     path = path or os.environ.get(PYTHON_VARIABLE)
     if path:
-        return _of_named(Path(path).expanduser(), path)
+        return _of_named(Path(path).expanduser().absolute(), path)
     beside = _here()
     if beside is not None:
         return _installed(Path(sys.executable), beside)

@@ -77,7 +77,8 @@ class HollowLoader(Loader):
 class _DryEngine(NativeEngine):
     """The engine on the meta device, which the caller has made a card. mini lends the tokenizer.
 
-    From the first launch on it has one layer of each kind, until ``short`` ends: others launch no others.
+    From the first launch on it has a few layers of each kind, until ``short`` ends: the rest launch the same
+    kernels.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class _DryEngine(NativeEngine):
             _with_minis_tokens(checkpoint),
             options,
             loader_class=HollowLoader,
-            before_launches=lambda: short.enter_context(warmup.one_layer_per_kind(self)),
+            before_launches=lambda: short.enter_context(warmup.few_layers(self)),
         )
         run = self.runner.run
 

@@ -1,4 +1,4 @@
-"""Products by cuBLAS for every number of rows, so that all its kernels for them are loaded before a request.
+"""Products by cuBLAS for many numbers of rows, so that its kernels are loaded before the first request.
 
 cuBLAS chooses a kernel by the number of rows, and loads it when it is first chosen: up to 2 MiB of the card.
 The plan counts them; a server that is ready must not grow by them.
@@ -11,9 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from vlfit.plan.native.tiles import FP8_ROW_MULTIPLE
+
 _POINTS = 16  # numbers of rows for each doubling
-_MIN_ROWS, _MAX_ROWS = 32, 8192  # of a product that is swept: larger ones take long, and have few kernels
-_SCALED_MULTIPLE = 16  # rows of an FP8 product
+_MIN_ROWS, _MAX_ROWS = 32, 8192  # of a product that is swept: larger ones take long
 # Which argument of a product has the rows; the next one is the weights.
 _PLACE_OF_ROWS: dict[Any, int] = {F.linear: 0, torch.mm: 0, torch.addmm: 1, torch._scaled_mm: 0}
 
@@ -38,7 +39,7 @@ class ProductSweep(TorchFunctionMode):
     def _sweep(self, func: Any, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         rows = args[place].shape[0]
         scaled = func is torch._scaled_mm
-        multiple = _SCALED_MULTIPLE if scaled else 1
+        multiple = FP8_ROW_MULTIPLE if scaled else 1
         step = -(-rows // (2 * _POINTS) // multiple) * multiple
         weights = (args[place + 1].shape, args[place + 1].stride(), args[place + 1].dtype)
         for fewer in range(rows - step, rows // 2, -step) if _MIN_ROWS <= rows <= _MAX_ROWS else ():

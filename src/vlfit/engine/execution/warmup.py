@@ -320,7 +320,7 @@ def run_requests(
 _WARM_UP_TOKENS = 2  # the first comes from the prefill step, the second is decoded
 _SHORT = 16  # tokens of a prompt
 PREFILL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prefill step, besides the largest
-_QUICK_IMAGE = 2048  # tokens
+_QUICK_IMAGE = 2048  # tokens: a largest picture up to here is warmed up, too
 BATCH_SIZES = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences sampled at once, then decoding beside a prompt
 VERIFY_ROWS = (2, 3, 5, MAX_DRAFT_ROWS)  # rows of a verify step
 SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
@@ -338,13 +338,13 @@ def warm_up_kernels(engine: NativeEngine) -> None:
     A kernel compiles at its first launch, which takes a second and some MiB of RAM, and loading it takes up
     to 2 MiB of the GPU. Which kernels a step launches depends on its rows, on how many are sampled, on
     decoding beside a prompt, on image size and on sampling parameters; kernel variants change at powers of
-    two, and at ``BATCH_SIZES`` for decode splits. Layers of the same shapes launch the same kernels, so one
-    of each kind is run. Clears ``engine.counters`` and the encoder cache afterwards. Raises ``DoesNotFit`` if
-    a step needs more memory than is free, or than the plan allows.
+    two, and at ``BATCH_SIZES`` for decode splits. Layers of the same shapes launch the same kernels, so a
+    few of each kind are run. Clears ``engine.counters`` and the encoder cache afterwards. Raises
+    ``DoesNotFit`` if a step needs more memory than is free, or than the plan allows.
     """
     try:
         sweep = ProductSweep() if engine.device.type == "cuda" else nullcontext()
-        with engine.prefill_pacer.disabled(), one_layer_per_kind(engine), sweep:
+        with engine.prefill_pacer.disabled(), few_layers(engine), sweep:
             _run_all_kinds(engine)
     except OutOfMemory as error:
         raise worst_case_error(engine, error.message) from None
@@ -353,12 +353,12 @@ def warm_up_kernels(engine: NativeEngine) -> None:
 
 
 @contextmanager
-def one_layer_per_kind(engine: NativeEngine) -> Iterator[None]:
-    """Shrink the text model, and the vision tower, to one layer of each kind within the block.
+def few_layers(engine: NativeEngine) -> Iterator[None]:
+    """Shrink the text model, and the vision tower, to a few layers of each kind within the block.
 
-    Of the text model the layers that deepstack is added to, two of each kind behind each other, as the first
-    kernel of a layer may do the end of the one before, and the last are kept; offloaded layers stay all. The
-    tower has no CUDA graph meanwhile: it would be one of few blocks.
+    Of the text model these stay: the layers that deepstack is added to, the last one, and two neighbours for
+    each pair of kinds that follow each other, as a layer's first kernel may finish the layer before.
+    Offloaded layers all stay. The tower has no CUDA graph meanwhile: it would be one of few blocks.
     """
     runner, text = engine.runner, engine.runner.text
     tower, encoder_graph = runner.vision, runner.encoder_graph
