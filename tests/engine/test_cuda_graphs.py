@@ -17,15 +17,17 @@ from tests.engine.test_parity import CONVERSATIONS, run
 from tests.engine.test_speculative import Oracle, run_all, teach_oracle
 from tests.kernels.conftest import ON_GPU, device
 from vlfit import kernels
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine import engine as engines
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution import cuda_graphs
-from vlfit.engine.execution.cuda_graphs import DecodeGraphs
+from vlfit.engine.execution.cuda_graphs import DecodeGraphs, StepInputs
 from vlfit.engine.sampling.sampler import SamplingRow, StepOutput, sample_on_host
 from vlfit.engine.sampling.verification import verify_draft
+from vlfit.engine.scheduling import scheduler
 from vlfit.engine.scheduling.sequence import (
     Draft,
     DraftProbabilities,
@@ -234,6 +236,29 @@ class TestAhead:
         one.generated[-1] += 1  # somebody decided otherwise
         assert [decode_step(steps, [one]) for _ in range(2)] == [2, 1]
 
+    def test_a_table_that_grows_with_two_slots_left_holds_up_no_step(self, steps: DecodeGraphs) -> None:
+        """One step is in flight for the last but one, and finds the slot of the next in the new table."""
+        one, other = decoding([3, 7], 2), decoding([5, 0, 2], 3)
+        assert [decode_step(steps, [one, other]) for _ in range(4)] == [2, 1, 1, 1]
+        assert one.num_cached_tokens == 6
+        one.block_table.append(1)
+        assert [decode_step(steps, [one, other]) for _ in range(3)] == [1, 1, 1]
+        one.block_table.append(9)  # as the drafts that come next need
+        scores = steps.run_verify([ScheduledChunk(one, 2, (10,)), ScheduledChunk(other, 1)])
+        assert scores.read()[0] == [expected(one), expected(one, 10, 1), expected(other)]
+
+    @pytest.mark.parametrize("cached", [7, 8])
+    def test_a_table_that_grows_later_has_its_next_step_computed_anew(
+        self, steps: DecodeGraphs, cached: int
+    ) -> None:
+        """What was launched has taken the slot of the step after it from the table without the new block."""
+        one = decoding([3, 7], 2)
+        while one.num_cached_tokens < cached:
+            decode_step(steps, [one])
+        one.block_table.append(1)
+        # The step in flight counts if it was launched with a slot of its own; nothing is launched after it.
+        assert [decode_step(steps, [one]) for _ in range(3)] == ([0, 2, 1] if cached == 7 else [2, 1, 1])
+
     def test_whoever_ends_or_comes_changes_nothing_for_the_others(self, steps: DecodeGraphs) -> None:
         first, second, third = (decoding([block, block + 1, block + 2], 2) for block in (0, 3, 6))
         assert [decode_step(steps, [first, second]) for _ in range(2)] == [2, 1]
@@ -354,3 +379,58 @@ def test_sampled_drafts_by_verify_steps(tiny: Callable[[str], Path], monkeypatch
     engine.runner.capture_graphs(engine.context, 2, 16, 8)
     assert run_all(engine, prompts, sampling)[1] == tokens
     assert engine.counters.accepted_tokens >= 4
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py has more tokens on the GPU")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
+def test_tables_grow_while_steps_are_launched_ahead(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two requests whose blocks fill up at different steps; inputs are filled when they begin to decode."""
+    pytest.importorskip("triton")
+    folder, tokens = tiny("tied"), 40
+    options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2, speculate=False)
+    both = [CONVERSATIONS["text"], single_turn("hello world")]
+    expected = run(NativeEngine(open_checkpoint(folder), options), *both, tokens=tokens)
+    capture_nothing(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    fill, filled = StepInputs.fill, []
+
+    def counted(inputs: StepInputs, sequences: list[Sequence]) -> None:
+        filled.append(len(sequences))
+        fill(inputs, sequences)
+
+    monkeypatch.setattr(StepInputs, "fill", counted)
+    engine = NativeEngine(open_checkpoint(folder), replace(options, cuda_graphs=False))
+    engine.runner.capture_graphs(engine.context, 2, 16)
+    filled.clear()
+    assert run(engine, *both, tokens=tokens) == expected
+    assert len(filled) <= 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(ON_GPU, reason="tests/engine/test_gpu.py has more tokens on the GPU")
+@pytest.mark.filterwarnings("default::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.* encountered in:RuntimeWarning")  # in rows without a token
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tables_grow_beside_a_prompt_in_chunks(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Passes outside of graphs compare tables with those of the pass before, which have grown since."""
+    pytest.importorskip("triton")
+    folder, tokens = tiny("tied"), 40
+    options = EngineOptions(
+        device="cpu", max_model_len=256, max_num_batched_tokens=4, max_num_seqs=2, speculate=False
+    )
+    both = [single_turn("hello world"), single_turn("hello " * 60)]
+    expected = run(NativeEngine(open_checkpoint(folder), options), *both, tokens=tokens)
+    capture_nothing(monkeypatch)
+    monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    engine = NativeEngine(open_checkpoint(folder), replace(options, cuda_graphs=False))
+    if graphs:
+        engine.runner.capture_graphs(engine.context, 2, 4)
+    assert run(engine, *both, tokens=tokens) == expected

@@ -12,11 +12,13 @@ from tests.engine.on_gpu import requested_bytes, reset_memory_statistics
 from tests.engine.test_parity import CONVERSATIONS, relative, run
 from tests.engine.test_pooling import vectors_beside_answers
 from tests.tiny import TINY
+from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.cuda_graphs import StepInputs
+from vlfit.engine.scheduling import scheduler
 from vlfit.engine.scheduling.sequence import Sequence
 from vlfit.layers.linear import Fp8Linear, PackedLinear
 from vlfit.quantize.conversion import convert
@@ -97,8 +99,9 @@ def test_loading_leaves_nothing_beside_the_model(tiny: Callable[[str], Path]) ->
 def test_steps_follow_each_other_before_tokens_are_read(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host says once where a request begins to decode, and not again until it needs more blocks."""
-    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=50)
+    """The host says once where a request begins to decode, and not again: tables of blocks grow meanwhile."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=200)
     on_gpu = engine(tiny("tied"), "cuda", speculate=False)
     fill, filled = StepInputs.fill, []
 
@@ -107,7 +110,7 @@ def test_steps_follow_each_other_before_tokens_are_read(
         fill(inputs, sequences)
 
     monkeypatch.setattr(StepInputs, "fill", counted)
-    assert run(on_gpu, CONVERSATIONS["text"], tokens=50) == expected
+    assert run(on_gpu, CONVERSATIONS["text"], tokens=200) == expected
     assert filled == [1]
 
 
@@ -135,3 +138,15 @@ def test_who_comes_or_goes_meanwhile_changes_no_word(tiny: Callable[[str], Path]
     assert gone.generated == expected[0][: len(gone.generated)]
     assert len(gone.generated) < 20
     assert len(later[1].generated) == 15
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_tables_grow_beside_a_prompt_in_chunks(
+    tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, graphs: bool
+) -> None:
+    """Passes outside of graphs compare tables with those of the pass before, which have grown since."""
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    conversations = [CONVERSATIONS["text"], single_turn("hello " * 600), CONVERSATIONS["picture"]]
+    expected = run(engine(tiny("tied"), "cpu"), *conversations, tokens=100)
+    on_gpu = engine(tiny("tied"), "cuda", graphs=graphs, speculate=False)
+    assert run(on_gpu, *conversations, tokens=100) == expected

@@ -29,22 +29,41 @@ def test_an_answer_that_may_be_long_keeps_nobody_out_before_it_is() -> None:
     assert scheduler.block_manager.num_free == 40 - 2 * scheduler.block_manager.blocks_for(20 + BLOCK)
 
 
-def test_who_has_a_table_of_blocks_keeps_it_as_it_was() -> None:
-    """The layout compares tables to know whether the one on the device is still true."""
+def test_a_table_grows_in_place_and_before_it_is_full() -> None:
+    """A step in flight belongs to its table, and the step after the next one is launched ahead if it fits."""
     scheduler = Scheduler(BlockManager(40 * BLOCK, BLOCK), 4, 64)
     one = sequence(BLOCK, max_tokens=200)
     scheduler.add(one)
     scheduler.admit()
-    tables = [one.block_table]
-    copies = [[*one.block_table]]
+    table = one.block_table
+    lengths = {len(table)}
     while len(one.generated) < 100:
+        before = [*table]
         finish_batch(scheduler)
         scheduler.admit()
-        if one.block_table is not tables[-1]:
-            tables.append(one.block_table)
-            copies.append([*one.block_table])
-    assert len(tables) > 5
-    assert tables == copies
+        assert one.block_table is table
+        assert table[: len(before)] == before
+        assert not one.is_decoding or one.num_tokens + 1 < len(table) * BLOCK
+        lengths.add(len(table))
+    assert len(lengths) > 1
+    assert one.slot_mapping is None
+
+
+def test_the_last_blocks_are_for_who_needs_them() -> None:
+    """With as few free blocks as requests, a table is extended when it is full, and not before."""
+    scheduler = Scheduler(BlockManager(14 * BLOCK, BLOCK), 4, 64)
+    one = sequence(BLOCK, max_tokens=13 * BLOCK)
+    scheduler.add(one)
+    scheduler.admit()
+    scheduler.block_manager.allocate(scheduler.block_manager.num_free - 1)
+    held = len(one.block_table)
+    while one.num_tokens < held * BLOCK:
+        finish_batch(scheduler)
+        scheduler.admit()
+    assert len(one.block_table) == held
+    finish_batch(scheduler)
+    scheduler.admit()
+    assert len(one.block_table) == held + 1
 
 
 def test_the_youngest_is_paused_and_comes_before_all_who_wait() -> None:

@@ -9,10 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.engine.shapes import TEXT
+from vlfit import kernels
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.engine.execution.model_runner import AttentionMetadataBuilder
 from vlfit.engine.sampling.output_processor import Completion
 from vlfit.engine.scheduling.sequence import PreparedPrompt, ScheduledChunk, Sequence
+from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.attention import DecodeGroup, PrefillChunk, SlotAttentionMetadata, slot_attention
 from vlfit.layers.kv_cache import KVCache, slots_of_blocks
 from vlfit.models.cache_spec import Paged
@@ -110,3 +112,23 @@ def test_consecutive_blocks_of_one_sequence_are_read_as_a_view(table: list[int])
         seen = cached + new
         expected = dense(query, keys[:seen], values[:seen])
         torch.testing.assert_close(slot_attention(query, 1, cache, plan), expected)
+
+
+def test_metadata_follow_a_table_that_grows_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table on the device is reused while it is the same, and no longer."""
+    monkeypatch.setattr(kernels, "enabled_on", lambda device: True)
+    prompt = PreparedPrompt(np.zeros(4, np.int64), np.zeros(0, np.int64), np.zeros((3, 4), np.int64), 4, ())
+    completion = Completion(None, SamplingParams(), frozenset(), 8)  # type: ignore[arg-type]
+    sequence = Sequence(prompt, SamplingParams(), 8, completion, lambda _: None, 0.0)
+    sequence.block_table, sequence.generated = [3, 1], [0]
+    builder = AttentionMetadataBuilder(4, CPU)
+    before = None
+    for cached, table in ((6, [3, 1]), (7, [3, 1]), (8, [3, 1, 5])):
+        sequence.block_table += table[len(sequence.block_table) :]
+        sequence.num_cached_tokens = cached
+        sequence.slot_mapping = slots_of_blocks(table, 4)
+        plan = builder.build([ScheduledChunk(sequence, 1)])
+        assert isinstance(plan, BlockAttentionMetadata)
+        assert plan.block_tables.tolist() == [table]
+        assert (plan.block_tables is before) is (cached == 7)
+        before = plan.block_tables

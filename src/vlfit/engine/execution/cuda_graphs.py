@@ -215,8 +215,9 @@ class DecodeGraphs:
         token.
         """
         inputs = self._inputs_for(sequences)
-        if not inputs.covers(sequences, 1):
+        if not inputs.covers_next(sequences):
             return
+        inputs.extend_tables(sequences)
         tokens = self._staging.last[0, : len(sequences)]
         self._captured[inputs].forward()
         for sequence in sequences:  # this is committed whether or not anyone uses the launched step
@@ -317,6 +318,18 @@ class CapturedStep:
         self.sample, self.output = pool.capture(partial(sample, self.logits))
 
 
+@dataclass(frozen=True, slots=True)
+class FilledTable:
+    """A block table, which grows in place, of which an input of a graph has the first ``length`` blocks."""
+
+    table: list[int]
+    length: int
+
+    def has_all_of(self, table: list[int]) -> bool:
+        """Whether it is this ``table``, and has not grown."""
+        return self.table is table and self.length == len(table)
+
+
 class StepInputs:
     """Inputs of a captured step of up to ``size`` sequences of up to ``blocks`` blocks, at fixed addresses.
 
@@ -341,8 +354,13 @@ class StepInputs:
         def views(whole: Tensor) -> list[Tensor]:
             return [whole[begin : begin + length] for begin, length in zip(begins, lengths, strict=True)]
 
+        on_host = views(self._on_host)
+        self._tables_on_host = on_host[5].view(size, blocks)
+        self._grown_tables = [
+            torch.zeros(size, blocks, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
+        ]
         tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables, state_spans = (
-            part.numpy() for part in views(self._on_host)
+            part.numpy() for part in on_host
         )
         self._tokens, self._positions, self._slot_mapping = tokens, positions, slot_mapping
         self._query_spans, self._block_tables = (
@@ -351,7 +369,7 @@ class StepInputs:
         )
         self._sampling_fields = sampling_fields.reshape(NUM_FIELDS, size)
         self._state_spans = state_spans.reshape(-1, SPAN_COLUMNS)  # no rows without states
-        self._filled_tables: list[list[int] | None] = [None] * size
+        self._filled: list[FilledTable | None] = [None] * size
         self._query_spans[:] = [(row, 1, UNUSED_ROW) for row in range(size)]
         self.token_ids, self._position_row, *others = views(self._on_device)
         device_slots, device_spans, device_fields, device_tables, device_states = others
@@ -383,16 +401,14 @@ class StepInputs:
             self._positions[row] = sequence.position
             self._slot_mapping[row] = sequence.block_table[cached // size] * size + cached % size
             self._query_spans[row, 2] = cached
-            if self._filled_tables[row] is not sequence.block_table:
-                self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
+            if self._fill_table(row, sequence):
                 self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
                 self._sampling_fields[GRAMMAR_FIELD, row] = masks_on_device(sequence)
-                self._filled_tables[row] = sequence.block_table
         self._fill_states([(row, 1, sequence) for row, sequence in enumerate(sequences)])
         self._slot_mapping[count:] = UNUSED_ROW
         self._query_spans[count:, 2] = UNUSED_ROW
         self._sampling_fields[:, count:] = 0  # greedy
-        self._filled_tables[count:] = [None] * (self.size - count)
+        self._filled[count:] = [None] * (self.size - count)
         self._on_device.copy_(self._on_host, non_blocking=True)
 
     def advance(self, chosen: Tensor) -> None:
@@ -430,16 +446,39 @@ class StepInputs:
         for row in range(end, self.size):
             self._state_spans[len(spans) + row - end] = (row, 1, UNUSED_SLOT, 0, 0)
 
-    def covers(self, sequences: list[Sequence], further: int) -> bool:
-        """Whether the inputs were filled for ``sequences``, with slots for ``further`` more tokens of each.
+    def covers_next(self, sequences: list[Sequence]) -> bool:
+        """Whether the last step launched is of ``sequences``, and ``advance`` had a slot for the next token.
 
-        False also if a block table has changed since ``fill``.
+        It took that slot from the block tables that the device had then. Call it before ``extend_tables``.
         """
         return all(
-            sequence.block_table is table
-            and sequence.num_cached_tokens + further < len(table) * self._block_size
-            for sequence, table in zip(sequences, self._filled_tables, strict=False)
+            filled is not None
+            and sequence.block_table is filled.table
+            and sequence.num_cached_tokens + 1 < filled.length * self._block_size
+            for sequence, filled in zip(sequences, self._filled, strict=False)
         )
+
+    def extend_tables(self, sequences: list[Sequence]) -> None:
+        """Copy block tables that have grown since they were filled, for the steps launched from now on.
+
+        Does not wait, and all other inputs stay. The step before the launched one may still run, so the copy
+        has not begun: it is from one of two buffers in turn, and the next call but one comes after that step
+        was read.
+        """
+        grown = [row for row, sequence in enumerate(sequences) if self._fill_table(row, sequence)]
+        if grown:
+            self._grown_tables.reverse()
+            self._grown_tables[0].copy_(self._tables_on_host)
+            self.metadata.block_tables.copy_(self._grown_tables[0], non_blocking=True)
+
+    def _fill_table(self, row: int, sequence: Sequence) -> bool:
+        """Set the block table of ``row`` on the host. Returns whether it was another one, or has grown."""
+        table, filled = sequence.block_table, self._filled[row]
+        if filled is not None and filled.has_all_of(table):
+            return False
+        self._block_tables[row, : len(table)] = table
+        self._filled[row] = FilledTable(table, len(table))
+        return True
 
 
 class VerifyInputs(StepInputs):
@@ -480,16 +519,14 @@ class VerifyInputs(StepInputs):
                 self._positions[row] = sequence.position + offset
                 self._slot_mapping[row] = sequence.block_table[index // size] * size + index % size
                 self._query_spans[row, 2] = index + 1
-                if self._filled_tables[row] is not sequence.block_table:
-                    self._block_tables[row, : len(sequence.block_table)] = sequence.block_table
+                if self._fill_table(row, sequence):
                     self._sampling_fields[:, row] = pack_params_or_greedy(sequence.params, sequence.seed)
-                    self._filled_tables[row] = sequence.block_table
                 row += 1
         self._fill_states(spans)
         self._slot_mapping[row:] = UNUSED_ROW
         self._query_spans[row:, 2] = UNUSED_ROW
         self._sampling_fields[:, row:] = 0  # greedy
-        self._filled_tables[row:] = [None] * (self.size - row)
+        self._filled[row:] = [None] * (self.size - row)
         self._on_device.copy_(self._on_host, non_blocking=True)
         return row
 

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from vlfit.engine.execution.cuda_graphs import UNUSED_ROW
+from vlfit.engine.execution.cuda_graphs import UNUSED_ROW, FilledTable
 from vlfit.engine.scheduling import sequence as scheduling
 from vlfit.kernels.attention.paged import BlockAttentionMetadata
 from vlfit.layers.kv_cache import KVCache
@@ -48,7 +48,7 @@ class DraftGraph:
         self._rows = torch.zeros(5 * size, dtype=torch.int32, device=device)
         self._tables_on_host = torch.zeros((size, blocks), dtype=torch.int32)
         self._tables = torch.zeros((size, blocks), dtype=torch.int32, device=device)
-        self._filled_tables: list[list[int] | None] = [None] * size
+        self._filled: list[FilledTable | None] = [None] * size
         self._hidden = torch.zeros((size, width), dtype=cache.dtype, device=device)
         self._token_ids = torch.zeros(size, dtype=torch.int32, device=device)
         slots, self._positions, spans = _parts(self._rows, size)
@@ -114,9 +114,10 @@ class DraftGraph:
             slots[number] = table[index // size] * size + index % size
             positions[number] = position
             spans[number, 2] = index + 1
-            if self._filled_tables[number] is not table:
+            filled = self._filled[number]
+            if filled is None or not filled.has_all_of(table):
                 self._tables_on_host[number, : len(table)] = torch.tensor(table, dtype=torch.int32)
-                self._filled_tables[number] = table
+                self._filled[number] = FilledTable(table, len(table))
                 changed = True
         self._rows.copy_(self._on_host, non_blocking=True)
         if changed:

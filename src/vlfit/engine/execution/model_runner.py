@@ -581,7 +581,7 @@ class AttentionMetadataBuilder:
             padded = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
             for row, blocks in zip(padded, tables, strict=True):
                 row[: len(blocks)] = blocks
-            self._cached_tables = tables
+            self._cached_tables = [[*blocks] for blocks in tables]  # copies, as tables grow in place
             self._cached_tensor = torch.from_numpy(padded).to(self.device, non_blocking=True)
         return self._cached_tensor
 

@@ -126,29 +126,38 @@ class Scheduler:
             sequence.snapshot_end, sequence.snapshot_key = found.tokens, found.snapshot
 
     def _append_blocks(self) -> None:
-        """Extend full block tables, oldest sequence first; preempt the youngest while no block is free."""
+        """Extend full block tables, oldest sequence first; preempt the youngest while no block is free.
+
+        While enough blocks are free a table is extended when two slots are left, the second for the step in
+        flight: that one finds the slot of the step after it, so that this can be launched ahead, too. Tables
+        grow in place: a step in flight stays theirs.
+        """
         for sequence in list(self.running):
-            num_blocks = len(sequence.block_table)
-            if (
-                sequence not in self.running
-                or sequence.num_tokens <= num_blocks * self.block_manager.block_size
-            ):
+            capacity = len(sequence.block_table) * self.block_manager.block_size
+            if sequence not in self.running:
                 continue
+            if sequence.num_tokens <= capacity:
+                is_plenty = self.block_manager.num_free > len(self.running)
+                if sequence.num_tokens + 1 < capacity or not (sequence.is_decoding and is_plenty):
+                    continue
             while not self.block_manager.num_free and sequence in self.running:
                 self._preempt(self.running[-1])
             if sequence in self.running:
-                num_wanted = (
-                    self.block_manager.blocks_for(
-                        min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
-                    )
-                    - num_blocks
-                )
-                new_blocks = self.block_manager.allocate(min(num_wanted, self.block_manager.num_free))
-                if self.prefix_cache is not None:
-                    self.prefix_cache.evict(new_blocks)
-                # A new list: an in-flight step may hold the old one.
-                sequence.block_table = [*sequence.block_table, *new_blocks]
-                sequence.slot_mapping = None
+                self._extend(sequence)
+
+    def _extend(self, sequence: Sequence) -> None:
+        """Allocate free blocks for ``LOOKAHEAD_TOKENS``, but no more than ``sequence`` can have."""
+        most = self.block_manager.blocks_for(
+            min(sequence.num_tokens + LOOKAHEAD_TOKENS, sequence.max_num_tokens)
+        )
+        wanted = min(most - len(sequence.block_table), self.block_manager.num_free)
+        if wanted <= 0:
+            return
+        new_blocks = self.block_manager.allocate(wanted)
+        if self.prefix_cache is not None:
+            self.prefix_cache.evict(new_blocks)
+        sequence.block_table += new_blocks
+        sequence.slot_mapping = None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
