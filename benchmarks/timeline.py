@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 TOKENS = 24
 WAITING = "(no kernel)"
+_STEP_END = "advance_decode_inputs"  # the last kernel of a step
 _FILLER = 100  # any ordinary token
 _LONGEST, _NAME = 24, 100  # rows of a table of a first token, characters of a kernel's name
 _TIMEOUT_SECONDS = 300.0
@@ -111,18 +112,19 @@ def profile(path: Path, at_once: int) -> None:
     from vlfit.tuning.timing import step_bytes
 
     checkpoint = open_checkpoint(path)
-    options = BenchOptions(tokens=TOKENS, batches=(at_once,), device="cuda")
+    tokens = TOKENS * at_once  # all decode together for a while, though prompts come one after the other
+    options = BenchOptions(tokens=tokens, batches=(at_once,), device="cuda")
     requests = make_requests(checkpoint, options, at_once)
-    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True)
     with NativeBackend.load(checkpoint, requests.engine_options(options), None) as backend:
         together = kernels_of(lambda: run_requests(backend, requests.conversations, sampling))
         alone = kernels_of(lambda: run_requests(backend, requests.conversations[:1], sampling))
         prompt = kernels_of(lambda: continue_text(backend, requests.prompt_tokens))
         counted = step_bytes(backend.engine)
-        read = 0.0 if counted is None else counted.total(requests.prompt_tokens + TOKENS / 2)
+        read = 0.0 if counted is None else counted.total(requests.prompt_tokens + tokens / 2)
     steps = split_steps(together)
     decoding = split_steps(alone)  # each with the last kernel before it
-    before = alone[: -len(decoding) * (len(decoding[0]) - 1)]
+    before = alone[: alone.index(decoding[0][0]) + 1]
     result = {
         "step_us": statistics.median(step[-1].end - step[0].end for step in steps),
         "kernels": [asdict(share) for share in shares(steps)],
@@ -169,23 +171,24 @@ def kernels_of(call: Callable[[], object]) -> list[Kernel]:
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """The decode steps at the end of ``kernels``, in order of their ends; each with the last kernel before.
+    """The longest row of equal decode steps in ``kernels``, in order; each step with the last kernel before.
 
-    Steps are equal, so their names repeat. Raises ``RuntimeError`` for fewer than three.
+    So those of all requests at once, where some begin or end before others. Raises ``RuntimeError`` for
+    fewer than three.
     """
     names = [kernel.name for kernel in kernels]
-    count = len(names)
-    for length in range(1, (count - 1) // 3 + 1):
-        last = names[count - length :]
-        if all(names[count - back * length : count - (back - 1) * length] == last for back in (2, 3)):
-            break
-    else:
+    ends = [index + 1 for index, name in enumerate(names) if _STEP_END in name]
+    rows: list[tuple[int, int, int]] = []  # equal steps, the begin of the first, kernels of each
+    for begin, end in zip(ends, ends[1:], strict=False):
+        length = end - begin
+        if not rows or rows[-1][2] != length or names[begin - length : begin] != names[begin:end]:
+            follows = begin > length and names[begin - length : begin] == names[begin:end]  # after a prompt
+            rows.append((int(follows), begin - length * follows, length))
+        rows[-1] = rows[-1][0] + 1, rows[-1][1], length
+    count, begin, length = max(rows, default=(0, 0, 0))
+    if count < 3:
         raise RuntimeError("the profiler saw no three equal steps")
-    found, begin = [], count - length
-    while begin >= 1 and names[begin : begin + length] == last:
-        found.append(list(kernels[begin - 1 : begin + length]))
-        begin -= length
-    return found[::-1]
+    return [list(kernels[at - 1 : at + length]) for at in range(begin, begin + count * length, length)]
 
 
 def shares(steps: Sequence[Sequence[Kernel]]) -> list[KernelShare]:

@@ -100,7 +100,7 @@ def test_steps_follow_each_other_before_tokens_are_read(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The host says once where a request begins to decode, and not again: tables of blocks grow meanwhile."""
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 2)
     expected = run(engine(tiny("tied"), "cpu"), CONVERSATIONS["text"], tokens=200)
     on_gpu = engine(tiny("tied"), "cuda", speculate=False)
     fill, filled = StepInputs.fill, []
@@ -145,7 +145,7 @@ def test_tables_grow_beside_a_prompt_in_chunks(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, graphs: bool
 ) -> None:
     """Passes outside of graphs compare tables with those of the pass before, which have grown since."""
-    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 1)
+    monkeypatch.setattr(scheduler, "LOOKAHEAD_TOKENS", 2)
     conversations = [CONVERSATIONS["text"], single_turn("hello " * 600), CONVERSATIONS["picture"]]
     expected = run(engine(tiny("tied"), "cpu"), *conversations, tokens=100)
     on_gpu = engine(tiny("tied"), "cuda", graphs=graphs, speculate=False)
