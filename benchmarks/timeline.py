@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -179,7 +180,7 @@ def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
     names = [kernel.name for kernel in kernels]
     ends = [index + 1 for index, name in enumerate(names) if _STEP_END in name]
     rows: list[tuple[int, int, int]] = []  # equal steps, the begin of the first, kernels of each
-    for begin, end in zip(ends, ends[1:], strict=False):
+    for begin, end in pairwise(ends):
         length = end - begin
         if not rows or rows[-1][2] != length or names[begin - length : begin] != names[begin:end]:
             follows = begin > length and names[begin - length : begin] == names[begin:end]  # after a prompt
