@@ -392,7 +392,7 @@ def test_tables_grow_while_steps_are_launched_ahead(
     pytest.importorskip("triton")
     folder, tokens = tiny("tied"), 40
     options = EngineOptions(device="cpu", max_model_len=256, max_num_seqs=2, speculate=False)
-    both = [CONVERSATIONS["text"], single_turn("hello world")]
+    both = [CONVERSATIONS["text"], single_turn("hello world hello")]
     expected = run(NativeEngine(open_checkpoint(folder), options), *both, tokens=tokens)
     capture_nothing(monkeypatch)
     monkeypatch.setattr(cuda_graphs, "capture_sizes", lambda sequences: (sequences,))

@@ -211,8 +211,8 @@ class DecodeGraphs:
         """Launch the step that follows ``run(sequences)``, before the host has read the tokens of that run.
 
         ``run(sequences)`` must be the last call. If ``masks_on_device`` for a sequence, only the forward pass
-        is launched, and the next ``run`` samples. Does nothing if a sequence has no slot left for its next
-        token.
+        is launched, and the next ``run`` samples. Does nothing if a sequence had no slot for its next token
+        in the block table by which ``run(sequences)`` was launched.
         """
         inputs = self._inputs_for(sequences)
         if not inputs.covers_next(sequences):
@@ -356,9 +356,6 @@ class StepInputs:
 
         on_host = views(self._on_host)
         self._tables_on_host = on_host[5].view(size, blocks)
-        self._grown_tables = [
-            torch.zeros(size, blocks, dtype=torch.int32, pin_memory=device.type == "cuda") for _ in range(2)
-        ]
         tokens, positions, slot_mapping, query_spans, sampling_fields, block_tables, state_spans = (
             part.numpy() for part in on_host
         )
@@ -461,15 +458,12 @@ class StepInputs:
     def extend_tables(self, sequences: list[Sequence]) -> None:
         """Copy block tables that have grown since they were filled, for the steps launched from now on.
 
-        Does not wait, and all other inputs stay. The step before the launched one may still run, so the copy
-        has not begun: it is from one of two buffers in turn, and the next call but one comes after that step
-        was read.
+        Does not wait, and all other inputs stay. Should the copy begin late, it has the blocks of further
+        tokens as well, or it is for a step that is discarded, whose slots were set before.
         """
         grown = [row for row, sequence in enumerate(sequences) if self._fill_table(row, sequence)]
         if grown:
-            self._grown_tables.reverse()
-            self._grown_tables[0].copy_(self._tables_on_host)
-            self.metadata.block_tables.copy_(self._grown_tables[0], non_blocking=True)
+            self.metadata.block_tables.copy_(self._tables_on_host, non_blocking=True)
 
     def _fill_table(self, row: int, sequence: Sequence) -> bool:
         """Set the block table of ``row`` on the host. Returns whether it was another one, or has grown."""
