@@ -123,6 +123,17 @@ def test_dense_linear(
     assert not tile_counters(device).any()
 
 
+@pytest.mark.parametrize(
+    ("outputs", "inputs", "many", "few"), [(2048, 2048, 4, 1), (2048, 6144, 4, 1), (512, 2048, 4, 4)]
+)
+def test_few_multiprocessors_split_no_more_than_they_run(
+    outputs: int, inputs: int, many: int, few: int
+) -> None:
+    default = dense.dense_tiles(torch.bfloat16)
+    assert [dense.dense_splits(outputs, inputs, default, count) for count in (None, 132)] == [many] * 2
+    assert dense.dense_splits(outputs, inputs, default, 30) == few
+
+
 @pytest.mark.parametrize("inner", [40, 64])
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("form", ["dense", "fp8", "int4"])
