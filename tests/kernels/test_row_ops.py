@@ -124,7 +124,7 @@ def test_dense_linear(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "many", "few"), [(2048, 2048, 4, 1), (2048, 6144, 4, 1), (512, 2048, 4, 4)]
+    ("outputs", "inputs", "many", "few"), [(2048, 2048, 4, 1), (2048, 6144, 4, 1), (512, 2048, 8, 4)]
 )
 def test_few_multiprocessors_split_no_more_than_they_run(
     outputs: int, inputs: int, many: int, few: int

@@ -26,8 +26,8 @@ from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
 
 DENSE_MAX_ROWS = 16
 MIN_PROGRAMS = 256  # enough to keep a card of many multiprocessors busy; with fewer tiles K is split
-# For each of few multiprocessors. Microseconds of a layer of 2B, 8 rows, on 30 of an H200's: 64.8; with 256 in
-# all 69.0 (docs/log.md).
+# For each of few multiprocessors. Microseconds of a layer of 2B, 8 rows, on 30 of an H200's: 64.8; with 256
+# in all 69.0 (docs/log.md).
 MIN_PROGRAMS_EACH = 2
 
 
