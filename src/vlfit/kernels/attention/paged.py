@@ -12,12 +12,14 @@ from torch import Tensor
 from vlfit.kernels.gemm.quantized import has_inline_ptx, has_native_fp8
 from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
-from vlfit.kernels.target import card_of, launches_on
+from vlfit.kernels.target import TargetCard, card_of, launches_on
 from vlfit.layers.gated_delta import StateSpans
-from vlfit.plan.native.cost import num_decode_splits
+from vlfit.plan.native.cost import MOST_DECODE_PROGRAMS, num_decode_splits
+from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS, shared_memory
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 _WIDE_HEAD = 128  # head_dim above which tiles are smaller
+_SHARED_BESIDE = 3 * 1024  # bytes of a program beside its tiles of keys and values: 1 KiB the driver's
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,29 +54,51 @@ class AttentionTiles:
     """Tile of one program: ``rows`` of queries, which attend to cached ``tokens`` per step.
 
     ``rows`` is for prefill only: the decode kernel takes the query heads of one KV head. ``warps`` and
-    pipeline ``stages`` of the program.
+    pipeline ``stages`` of the program. ``programs``: of decoding, for which a multiprocessor has registers.
     """
 
     rows: int
     tokens: int
     warps: int
     stages: int
+    programs: int = 4
 
 
-def decode_tiles(dtype: torch.dtype, head_dim: int, sequences: int, *, fp8_kv: bool) -> AttentionTiles:
+def decode_tiles(
+    dtype: torch.dtype, head_dim: int, sequences: int, *, fp8_kv: bool, few: bool = False
+) -> AttentionTiles:
     """The decode kernel's default tile for queries of ``dtype``; ``fp8_kv``: the cache has FP8 codes.
 
     Wide heads take half the tokens, unless they are codes: a program's keys and values fit 99 KiB of shared
     memory. Programs of one sequence are few and have more warps; those of several ``sequences`` would then
-    not all run at once.
+    not all run at once. On ``few`` multiprocessors one warp, which never waits for another, is best for them.
     """
     if head_dim > _WIDE_HEAD:
         if fp8_kv and dtype != torch.float32:
-            return AttentionTiles(16, 64, 8, 2)
-        return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2)
+            return AttentionTiles(16, 64, 8, 2, programs=1)
+        return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2, programs=2)
     if dtype == torch.float32:
         return AttentionTiles(16, 32, 4, 2)
-    return AttentionTiles(16, 64, 4 if sequences == 1 else 2, 2)
+    if sequences == 1:
+        return AttentionTiles(16, 64, 4, 2, programs=3)
+    if few and sequences > 2 and not fp8_kv:
+        return AttentionTiles(16, 32, 1, 3, programs=8)
+    return AttentionTiles(16, 64, 2, 2)
+
+
+def programs_at_once(
+    card: TargetCard | None, tiles: AttentionTiles, head_dim: int, *, fp8_kv: bool, item_size: int = 2
+) -> int:
+    """Programs of the decode kernel that ``card`` runs at once; None or an unknown card: the most of any.
+
+    By registers and shared memory of its multiprocessors: each program has a tile of keys and one of values,
+    with ``fp8_kv`` also as codes. ``item_size``: bytes of an element of the queries.
+    """
+    if card is None or not card.multiprocessors:
+        return MOST_DECODE_PROGRAMS
+    tile = 2 * tiles.tokens * head_dim * (item_size + fp8_kv) + _SHARED_BESIDE
+    each = min(tiles.programs, max(shared_memory(card.capability) // tile, 1))
+    return min(card.multiprocessors * each, MOST_DECODE_PROGRAMS)
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
@@ -133,14 +157,16 @@ def block_attention(
     if metadata.no_store_slots is not None:
         rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
     if metadata.num_decodes:
-        sequences, card = metadata.num_decodes, card_of(packed.device)
-        multiprocessors = None if card is None else card.multiprocessors
-        splits = splits or num_decode_splits(sequences, k_cache.shape[1], multiprocessors)
+        sequences, card, fp8_kv = metadata.num_decodes, card_of(packed.device), kv_scales is not None
+        few = card is not None and 0 < card.multiprocessors < MANY_MULTIPROCESSORS
+        tiles = tiles or decode_tiles(packed.dtype, head_dim, sequences, fp8_kv=fp8_kv, few=few)
+        size = packed.element_size()
+        programs = programs_at_once(card, tiles, head_dim, fp8_kv=fp8_kv, item_size=size)
+        splits = splits or num_decode_splits(sequences, k_cache.shape[1], programs)
         split_shape = (sequences, heads, splits)
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)
         if launches_on(packed.device):
-            tiles = tiles or decode_tiles(packed.dtype, head_dim, sequences, fp8_kv=kv_scales is not None)
             _launch_decode(
                 qkv, k_cache, v_cache, kv_scales, metadata, partial_out, partial_stats, out, window, tiles
             )

@@ -16,7 +16,6 @@ from vlfit.plan.native.tiles import (
     BUILT_IN,
     DEFAULT_DEQUANT_CONFIG,
     FP8_ROW_MULTIPLE,
-    MANY_MULTIPROCESSORS,
     MAX_FUSED_ROWS,
     DequantConfig,
     Table,
@@ -253,27 +252,19 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 _FEW_KV_HEADS = 4  # with so few, more programs share a context
+_MOST_DECODE_SPLITS = 16  # twice as many with few heads
+MOST_DECODE_PROGRAMS = 528  # of decode attention at once, on any card
 
 
-def num_decode_splits(sequences: int, kv_heads: int, multiprocessors: int | None = None) -> int:
+def num_decode_splits(sequences: int, kv_heads: int, programs: int = MOST_DECODE_PROGRAMS) -> int:
     """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
 
-    Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
-    (``launch.MAX_TILE_COUNTERS``). Few ``multiprocessors`` never take more than many do. None: of a card with
-    many, for which a plan counts memory. Swept on an H200 and on 30 of its multiprocessors with 300 to 3,000
-    tokens (docs/log.md).
+    As many as there are ``programs`` at once on the card, or fewer: those that wait for others take as long
+    again. By default the most of any card, for which a plan counts memory. Swept on an H200 and on 30 of its
+    multiprocessors with 300 to 3,000 tokens (docs/log.md).
     """
-    few_heads = kv_heads <= _FEW_KV_HEADS
-    if sequences > 256:
-        return 1
-    if (
-        multiprocessors is not None and multiprocessors < MANY_MULTIPROCESSORS
-    ):  # more programs do not run at once
-        if sequences == 1:
-            return 12 if few_heads else 10
-        return 6 if sequences <= 4 else 4
-    splits = 16 if sequences <= 2 else 8 if sequences <= 4 else 4
-    return 2 * splits if few_heads and sequences <= 16 else splits
+    most = _MOST_DECODE_SPLITS * (2 if kv_heads <= _FEW_KV_HEADS else 1)
+    return max(1, min(most, programs // (sequences * kv_heads)))
 
 
 def _attention_bytes(model: Model, rows: int, sequences: int) -> int:

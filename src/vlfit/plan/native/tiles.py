@@ -20,6 +20,7 @@ from vlfit.plan.calibration import cache_path, read_json_record, write_atomicall
 from vlfit.units import GIB, KIB, MIB
 
 MANY_MULTIPROCESSORS = 64  # from here on memory bounds what one request does, below what each of them does
+_SHARED_MEMORY = {(8, 0): 164, (8, 7): 164, (9, 0): 228, (10, 0): 228, (10, 3): 228}  # KiB
 WARPS_TO_FILL_GPU = 1200  # a GEMM with fewer is split
 MOST_SPLITS = 16
 # Most rows of a GEMM that unpacks weights on the fly, and that may be split over its inputs (split-K). More
@@ -92,6 +93,13 @@ MORE_ROWS: Table = {
 # In place of the built-in tiles of int8 for up to 8 rows where groups of inputs are smaller than a step, as
 # in GGUF's Q8_0.
 GROUPED_INT8 = GemmTiles(8, 64, 128, 4, 3)
+
+
+def shared_memory(capability: tuple[int, int]) -> int:
+    """Bytes of shared memory of a multiprocessor, by NVIDIA's table of compute capabilities; 100 KiB if not
+    known, as of 8.6, 8.9 and 12.0.
+    """
+    return _SHARED_MEMORY.get(capability, 100) * KIB
 
 
 def tiles_for(rows: int, form: str, table: Table = BUILT_IN) -> GemmTiles:
