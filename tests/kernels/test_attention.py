@@ -11,11 +11,15 @@ from vlfit.kernels.attention.paged import (
     AttentionTiles,
     BlockAttentionMetadata,
     block_attention,
+    decode_tiles,
+    programs_at_once,
     reference_attention,
 )
-from vlfit.kernels.launch import tile_counters
+from vlfit.kernels.launch import next_power_of_2, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
+from vlfit.kernels.target import TargetCard
 from vlfit.layers.kv_cache import slots_of_blocks
+from vlfit.plan.native.cost import MOST_DECODE_PROGRAMS, num_decode_splits
 
 pytestmark = pytest.mark.filterwarnings("default::DeprecationWarning")
 
@@ -208,3 +212,41 @@ def test_consecutive_rows_of_one_sequence(splits: int, device: torch.device) -> 
     assert not out[5].any()
     assert torch.equal(k_cache.nan_to_num(9), expected_k.nan_to_num(9))
     assert torch.equal(v_cache.nan_to_num(9), expected_v.nan_to_num(9))
+
+
+CARDS = {
+    "132 multiprocessors": TargetCard((9, 0), multiprocessors=132),
+    "30 multiprocessors": TargetCard((9, 0), multiprocessors=30),
+    "30 with less shared memory": TargetCard((12, 0), multiprocessors=30),
+    "82 with less shared memory": TargetCard((8, 6), multiprocessors=82),
+}
+
+
+@pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
+@pytest.mark.parametrize("kv_heads", [2, 4, 8])
+@pytest.mark.parametrize("fp8_kv", [False, True])
+def test_programs_of_decoding_run_at_once(card: TargetCard, kv_heads: int, fp8_kv: bool) -> None:
+    """Or in rounds that are three quarters full, if no other limit holds."""
+    for sequences in range(1, 65):
+        few = card.multiprocessors < 64
+        tiles = decode_tiles(torch.bfloat16, 128, sequences, fp8_kv=fp8_kv, few=few)
+        programs = programs_at_once(card, tiles, 128, fp8_kv=fp8_kv)
+        splits = num_decode_splits(sequences, kv_heads, programs)
+        most = num_decode_splits(sequences, kv_heads)
+        assert 1 <= splits <= most
+        contexts = next_power_of_2(sequences) * kv_heads
+        rounds = -(-splits * contexts // programs)
+        assert rounds == 1 or splits in (1, most) or splits * contexts >= 0.75 * rounds * programs
+        assert splits == num_decode_splits(next_power_of_2(sequences), kv_heads, programs)
+
+
+def test_programs_at_once_by_what_a_multiprocessor_has() -> None:
+    """Keys and values of 64 tokens of 128 are 32 KiB: 100 KiB hold two, and with codes beside them one."""
+    tiles = decode_tiles(torch.bfloat16, 128, 2, fp8_kv=False)
+    assert [
+        programs_at_once(card, tiles, 128, fp8_kv=fp8_kv)
+        for card in (CARDS["30 multiprocessors"], CARDS["30 with less shared memory"])
+        for fp8_kv in (False, True)
+    ] == [120, 120, 60, 30]
+    unknown = [programs_at_once(card, tiles, 128, fp8_kv=False) for card in (None, TargetCard((8, 6)))]
+    assert unknown == [MOST_DECODE_PROGRAMS] * 2

@@ -71,19 +71,21 @@ def decode_tiles(
 
     Wide heads take half the tokens, unless they are codes: a program's keys and values fit 99 KiB of shared
     memory. Programs of one sequence are few and have more warps; those of several ``sequences`` would then
-    not all run at once. On ``few`` multiprocessors one warp, which never waits for another, is best for them.
+    not all run at once. On ``few`` multiprocessors half a tile and fewer warps, which wait less for each
+    other, are best for them.
     """
+    several = few and sequences > 2 and dtype != torch.float32
     if head_dim > _WIDE_HEAD:
         if fp8_kv and dtype != torch.float32:
             return AttentionTiles(16, 64, 8, 2, programs=1)
+        if several:
+            return AttentionTiles(16, 16, 2, 2)
         return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2, programs=2)
     if dtype == torch.float32:
         return AttentionTiles(16, 32, 4, 2)
-    if sequences == 1:
-        return AttentionTiles(16, 64, 4, 2, programs=3)
-    if few and sequences > 2 and not fp8_kv:
+    if several:
         return AttentionTiles(16, 32, 1, 3, programs=8)
-    return AttentionTiles(16, 64, 2, 2)
+    return AttentionTiles(16, 64, 4, 2, programs=3) if sequences == 1 else AttentionTiles(16, 64, 2, 2)
 
 
 def programs_at_once(

@@ -136,7 +136,8 @@ def _launch(
         raise ValueError(f"{rows} rows; the kernel multiplies {DENSE_MAX_ROWS} at most")
     outputs = len(weight)
     card = card_of(x.device)
-    splits = splits or dense_splits(outputs, inputs, tiles, card and card.multiprocessors)
+    multiprocessors = None if card is None else card.multiprocessors
+    splits = splits or dense_splits(outputs, inputs, tiles, multiprocessors)
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
     partial = allocate_partial(out, splits, rows, outputs)
     if not launches_on(x.device) or not rows:
