@@ -14,7 +14,7 @@ from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
 from vlfit.kernels.target import TargetCard, card_of, launches_on
 from vlfit.layers.gated_delta import StateSpans
-from vlfit.plan.native.cost import MOST_DECODE_PROGRAMS, num_decode_splits
+from vlfit.plan.native.cost import num_decode_splits
 from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS, shared_memory
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
@@ -89,18 +89,16 @@ def decode_tiles(
 
 
 def programs_at_once(
-    card: TargetCard | None, tiles: AttentionTiles, head_dim: int, *, fp8_kv: bool, item_size: int = 2
+    card: TargetCard, tiles: AttentionTiles, head_dim: int, *, fp8_kv: bool, item_size: int = 2
 ) -> int:
-    """Programs of the decode kernel that ``card`` runs at once; None or an unknown card: the most of any.
+    """Programs of the decode kernel that ``card`` runs at once.
 
     By registers and shared memory of its multiprocessors: each program has a tile of keys and one of values,
     with ``fp8_kv`` also as codes. ``item_size``: bytes of an element of the queries.
     """
-    if card is None or not card.multiprocessors:
-        return MOST_DECODE_PROGRAMS
     tile = 2 * tiles.tokens * head_dim * (item_size + fp8_kv) + _SHARED_BESIDE
     each = min(tiles.programs, max(shared_memory(card.capability) // tile, 1))
-    return min(card.multiprocessors * each, MOST_DECODE_PROGRAMS)
+    return card.multiprocessors * each
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
@@ -162,8 +160,10 @@ def block_attention(
         sequences, card, fp8_kv = metadata.num_decodes, card_of(packed.device), kv_scales is not None
         few = card is not None and 0 < card.multiprocessors < MANY_MULTIPROCESSORS
         tiles = tiles or decode_tiles(packed.dtype, head_dim, sequences, fp8_kv=fp8_kv, few=few)
-        size = packed.element_size()
-        programs = programs_at_once(card, tiles, head_dim, fp8_kv=fp8_kv, item_size=size)
+        programs = None
+        if card is not None and few:
+            size = packed.element_size()
+            programs = programs_at_once(card, tiles, head_dim, fp8_kv=fp8_kv, item_size=size)
         splits = splits or num_decode_splits(sequences, k_cache.shape[1], programs)
         split_shape = (sequences, heads, splits)
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)

@@ -252,23 +252,27 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 _FEW_KV_HEADS = 4  # with so few, more programs share a context
-_MOST_DECODE_SPLITS = 16  # twice as many with few heads
 _MOST_ROUNDS, _LEAST_FILLED = 5, 0.75
-MOST_DECODE_PROGRAMS = 528  # of decode attention at once, on any card
 
 
-def num_decode_splits(sequences: int, kv_heads: int, programs: int = MOST_DECODE_PROGRAMS) -> int:
+def num_decode_splits(sequences: int, kv_heads: int, programs: int | None = None) -> int:
     """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
 
-    ``programs``: those that the card runs at once, by default the most of any, for which a plan counts
-    memory: fewer never take more. All run at once, or in the fewest rounds that are at least three quarters
-    full. Numbers of ``sequences`` up to a power of two have the same, as a kernel is compiled for each. Swept
-    on an H200 and on 30 of its multiprocessors with 300 to 3,000 tokens (docs/log.md).
+    Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
+    (``launch.MAX_TILE_COUNTERS``). ``programs``: those that few multiprocessors run at once; splits are then
+    at most so many that all run at once, or in the fewest rounds that are at least three quarters full.
+    None: of a card with many, for which a plan counts memory. Numbers of sequences up to a power of two have
+    the same, as a kernel is compiled for each. Swept on an H200 and on 30 of its multiprocessors with 300 to
+    3,000 tokens (docs/log.md).
     """
+    few_heads = kv_heads <= _FEW_KV_HEADS
+    if sequences > 256:
+        return 1
+    splits = 16 if sequences <= 2 else 8 if sequences <= 4 else 4
+    most = 2 * splits if few_heads and sequences <= 16 else splits
+    if programs is None:
+        return most
     contexts = (1 << (sequences - 1).bit_length()) * kv_heads
-    most = _MOST_DECODE_SPLITS * (2 if kv_heads <= _FEW_KV_HEADS else 1)
-    if programs < MOST_DECODE_PROGRAMS:
-        most = num_decode_splits(sequences, kv_heads)
     for rounds in range(1, _MOST_ROUNDS + 1):
         splits = rounds * programs // contexts
         if splits * contexts >= _LEAST_FILLED * rounds * programs:
