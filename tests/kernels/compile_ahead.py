@@ -1,11 +1,13 @@
 """Launches on a simulated card, compiled in other processes, then asked for with real tensors; prints JSON.
 
     TRITON_CACHE_DIR=FOLDER python -m tests.kernels.compile_ahead
+    python -m tests.kernels.compile_ahead --without-compiler    a dry run alone, without torch.compile
 
 For a process of its own, and not for Triton's interpreter.
 """
 
 import json
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -22,6 +24,7 @@ from vlfit.kernels.launch import LaunchCache
 from vlfit.kernels.launches import compile_for, record_launches
 from vlfit.kernels.rows.row_ops import add_rms_norm, rope_cos_sin, silu_and_mul
 from vlfit.kernels.target import TargetCard, simulate_card
+from vlfit.loading.preload import leave_out_compiler
 
 CAPABILITY = (8, 6)
 
@@ -54,6 +57,19 @@ def asked_for() -> Iterator[list[str]]:
         setattr(LaunchCache, "_launch", original)  # noqa: B010
 
 
+def dry_run(capability: tuple[int, int]) -> dict[str, Any]:
+    """What mini's engine launches, in order and how often, and whether torch.compile was imported for it."""
+    options = EngineOptions(kv_dtype="fp8", dtype="bfloat16")
+    launches = engine_launches(open_checkpoint("mini"), options, TargetCard(capability))
+    return {
+        "torch_compile": "torch._dynamo.convert_frame" in sys.modules,
+        "launches": [
+            (each.name, *map(dict(each.constants).get, ("USE_PDL", "NATIVE_FP8")), count)
+            for each, count in launches.items()
+        ],
+    }
+
+
 def main() -> None:
     torch.set_num_threads(1)
     with Compilers(CAPABILITY, processes=2) as compilers:
@@ -64,25 +80,18 @@ def main() -> None:
     knobs.compilation.listener = lambda **facts: hits.append(facts["cache_hit"])
     with compile_for(CAPABILITY), asked_for() as hashes:
         call_all("cpu")
-    engines = {
-        capability: sorted(
-            (launch.name, dict(launch.constants).get("USE_PDL"), dict(launch.constants).get("NATIVE_FP8"))
-            for launch in engine_launches(
-                open_checkpoint("mini"),
-                EngineOptions(kv_dtype="fp8", dtype="bfloat16"),
-                TargetCard(capability),
-            )
-        )
-        for capability in ((8, 6), (12, 0))
-    }
     found = {
         "compiled": compiled,
         "asked_for": hashes,
         "hits": hits,
-        "engines": {f"{major}.{minor}": names for (major, minor), names in engines.items()},
+        "engines": {"8.6": dry_run((8, 6)), "12.0": dry_run((12, 0))},
     }
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] == ["--without-compiler"]:
+        leave_out_compiler()
+        print(json.dumps(dry_run(CAPABILITY)))
+    else:
+        main()

@@ -44,12 +44,17 @@ def asked(gpu: Gpu, model: str = "mini", options: EngineOptions = OPTIONS) -> Bu
     return request
 
 
-def test_launches_find_what_was_compiled_in_other_processes(tmp_path: Path) -> None:
-    found = run_module("tests.kernels.compile_ahead", TRITON_CACHE_DIR=str(tmp_path))
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    cache = tmp_path_factory.mktemp("triton")
+    return dict(run_module("tests.kernels.compile_ahead", TRITON_CACHE_DIR=str(cache)))
+
+
+def test_launches_find_what_was_compiled_in_other_processes(found: dict[str, Any]) -> None:
     assert len(found["compiled"]) == len(set(found["compiled"])) == 4
     assert found["hits"] == [True] * 4
     assert set(found["asked_for"]) == set(found["compiled"])
-    ampere, blackwell = (found["engines"][card] for card in ("8.6", "12.0"))
+    ampere, blackwell = (found["engines"][card]["launches"] for card in ("8.6", "12.0"))
     assert {name for name, *_ in ampere} == {name for name, *_ in blackwell}
     assert {name for name, *_ in ampere} >= {
         "paged_decode_kernel",
@@ -60,11 +65,22 @@ def test_launches_find_what_was_compiled_in_other_processes(tmp_path: Path) -> N
         "sample_tokens_kernel",
         "advance_decode_inputs_kernel",
     }
-    variants = {card: {tuple(each[1:]) for each in names} for card, names in found["engines"].items()}
+    variants = {
+        card: {(pdl, native) for _, pdl, native, _ in launches}
+        for card, launches in (("8.6", ampere), ("12.0", blackwell))
+    }
     # Programmatic dependent launch from 9.0, instructions for FP8 from 8.9 on.
     assert not any(pdl or native for pdl, native in variants["8.6"])
     assert (True, True) in variants["12.0"]
     assert len(ampere) < 40  # each takes a second of a first start
+
+
+def test_a_dry_run_is_the_same_without_torch_compile(found: dict[str, Any]) -> None:
+    """In a process of its own, which then has not imported it."""
+    with_it = found["engines"]["8.6"]
+    assert with_it["torch_compile"]
+    without = run_module("tests.kernels.compile_ahead", "--without-compiler")
+    assert without == {**with_it, "torch_compile": False}
 
 
 @pytest.mark.usefixtures("compiler")

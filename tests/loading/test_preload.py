@@ -112,29 +112,3 @@ print("torch._refs" in sys.modules, torch._meta_registrations.meta_index_Tensor 
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.stdout.splitlines() == ["False", "False", "True True"], done.stderr
-
-
-def test_a_dry_run_is_the_same_without_torch_compile() -> None:
-    """In a process of its own, which then has not imported it."""
-    pytest.importorskip("triton")
-    program = """
-import sys, torch
-from vlfit.loading import preload
-if "leave out" in sys.argv:
-    preload.leave_out_compiler()
-from vlfit.api.engine_options import EngineOptions
-from vlfit.checkpoint.source import open_checkpoint
-from vlfit.engine.execution.dry_run import engine_launches
-from vlfit.kernels.target import TargetCard
-launches = engine_launches(open_checkpoint("mini"), EngineOptions(), TargetCard((8, 6)))
-print("torch._dynamo.convert_frame" in sys.modules, [(each.name, count) for each, count in launches.items()])
-"""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    with_it, without = (
-        subprocess.run(
-            [sys.executable, "-c", program, *arguments], capture_output=True, text=True, env=environment
-        )
-        for arguments in ((), ("leave out",))
-    )
-    assert with_it.stdout.startswith("True [("), with_it.stderr
-    assert without.stdout == with_it.stdout.replace("True", "False", 1), without.stderr

@@ -168,7 +168,7 @@ def test_answers_are_those_without_drafts(
 @pytest.mark.parametrize(
     "sampling",
     [
-        pytest.param(GREEDY, id="greedy"),
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.slow),
         pytest.param(SEEDED, id="seeded"),
         pytest.param(
             replace(GREEDY, temperature=1.0, repetition_penalty=1.2, presence_penalty=0.5),
