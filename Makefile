@@ -4,6 +4,7 @@
 #   make slow        the tests that take half a minute and more each, and further members of families
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
 #   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: three to nine minutes
+#   make test-changed-kernels  of those, what is not on record as it is now, and each day another sixteenth: a minute
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary
 #   make fuzz        thousands of requests to each API, made up from its description (15 minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes
@@ -19,7 +20,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: demo test lint types tests slow test-cards test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
+.PHONY: demo test lint types tests slow test-cards test-changed-kernels test-gguf test-ray test-vllm test-browser test-container fuzz venv docs bench eval-mini clean
 
 RUN := .venv/.installed-run
 DEV := .venv/.installed-dev
@@ -51,13 +52,16 @@ types: $(DEV)
 	@$(IN_VENV) -m mypy
 
 tests: $(DEV)
-	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not gguf and not container and not cards"
+	@$(PYTEST) --ignore tests/ray -m "not slow and not browser and not ray and not vllm and not fuzz and not clients and not gguf and not container and not cards and not changed"
 
 slow: $(DEV)
 	@$(PYTEST) -m slow
 
 test-cards: $(DEV)
 	@$(PYTEST) -n 0 -m cards tests/kernels
+
+test-changed-kernels: $(DEV)
+	@$(PYTEST) -n 0 -m changed tests/kernels
 
 test-browser: $(DEV)
 	@scripts/install-browser

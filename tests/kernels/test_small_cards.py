@@ -1,7 +1,9 @@
 """Every kernel that the engine launches fits the cards it is for, compiled without one.
 
-``compiled.json`` records what all checkpoints of ``compile_for.CASES`` take on all cards. After a change of a
-kernel or of a tile: ``python -m tests.kernels.compile_for --record``, and read the difference.
+``compiled.json`` records what each launch of the checkpoints of ``compile_for.CASES`` takes on all cards, by
+a hash of what it is compiled from: bytes of shared memory, registers, bytes of stack. After a change of a
+kernel or of a tile: ``python -m tests.kernels.compile_for --record`` compiles what is new, and read the
+difference.
 """
 
 import importlib.util
@@ -10,6 +12,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +26,7 @@ RECORD = json.loads(Path(__file__).with_name("compiled.json").read_text())
 CASES = tuple(RECORD["cases"])
 # The five checkpoints of docs/bench.md, all of whose kernels `make test-cards` compiles.
 BENCHMARKED = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4", "8B-int4-int8")
-SAMPLE = ("vision_attention_kernel", "rope_store_kv_kernel", "add_layer_norm_kernel")
+WHAT = ("shared", "registers", "stack")
 
 
 def run_module(module: str, *arguments: str, **settings: str) -> Any:
@@ -44,9 +47,15 @@ def run_module(module: str, *arguments: str, **settings: str) -> Any:
     return json.loads(done.stdout)
 
 
-def check_limits(card: str, kernels: dict[str, dict[str, int]]) -> None:
-    assert not {name: used for name, used in kernels.items() if used["shared"] > SHARED[card]}
-    assert not {name: used for name, used in kernels.items() if used["stack"] > STACK}
+def check_limits(card: str, launches: dict[str, dict[str, Any]]) -> None:
+    assert not {name: used for name, used in launches.items() if used["shared"] > SHARED[card]}
+    assert not {name: used for name, used in launches.items() if used["stack"] > STACK}
+
+
+def recorded_launches(card: str, kernel: str) -> dict[str, dict[str, int]]:
+    """What each launch of ``kernel`` takes, by key."""
+    launches = RECORD["cards"][card][kernel]
+    return {key: dict(zip(WHAT, numbers, strict=True)) for key, numbers in launches.items()}
 
 
 def test_the_record_has_every_case_and_card() -> None:
@@ -65,7 +74,8 @@ def test_the_record_has_every_case_and_card() -> None:
 
 @pytest.mark.parametrize("card", SHARED)
 def test_recorded_kernels_fit(card: str) -> None:
-    check_limits(card, RECORD["cards"][card])
+    for kernel in RECORD["cards"][card]:
+        check_limits(card, recorded_launches(card, kernel))
 
 
 @pytest.fixture(scope="module")
@@ -74,36 +84,56 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(tmp_path_factory.mktemp("triton"))
 
 
-def test_a_sample_is_as_recorded(cache: str) -> None:
-    check_cases("8.6", ("2B-bf16",), cache, *SAMPLE)
+@pytest.mark.changed
+@pytest.mark.timeout(1200)
+def test_what_changed_fits_and_a_share_of_the_rest_is_as_recorded(cache: str) -> None:
+    """With what has its turn today: in sixteen days, all."""
+    today = date.today().toordinal()
+    check_cases(tuple(SHARED), BENCHMARKED, cache, "--changed", str(today))
+
+
+@pytest.mark.changed
+def test_a_launch_is_recorded_by_all_that_it_is_compiled_from() -> None:
+    keys = run_module("tests.kernels.compile_keys")
+    key = keys.pop("as it is")
+    assert keys.pop("lines above") == key
+    assert len({key, *keys.values()}) == 1 + len(keys) == 10
 
 
 @pytest.mark.cards
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("card", SHARED)
 def test_the_five_benchmark_checkpoints_are_as_recorded(card: str, cache: str) -> None:
-    check_cases(card, BENCHMARKED, cache)
+    check_cases((card,), BENCHMARKED, cache)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("card", SHARED)
 @pytest.mark.parametrize("case", [case for case in CASES if case not in BENCHMARKED])
 def test_others_are_as_recorded(card: str, case: str, cache: str) -> None:
-    check_cases(card, (case,), cache)
+    check_cases((card,), (case,), cache)
 
 
-def check_cases(card: str, cases: Sequence[str], cache: str, *names: str) -> None:
-    """Compile kernels of cases: within the card's limits, and as recorded if the compiler is the same."""
-    found = run_module("tests.kernels.compile_for", card, ",".join(cases), *names, TRITON_CACHE_DIR=cache)
-    kernels = {name.partition("(")[0] for name in found}
-    assert kernels
-    assert kernels >= set(names)
-    check_limits(card, found)
-    if RECORD["versions"] == run_module("tests.kernels.compile_for", "--versions"):
-        recorded = RECORD["cards"][card]
-        assert not {
-            name: used
-            for name, used in found.items()
-            for what in used
-            if used[what] > recorded[name.partition("(")[0]][what]
-        }
+def check_cases(cards: Sequence[str], cases: Sequence[str], cache: str, *options: str) -> None:
+    """Compile kernels of cases: within the cards' limits, and as recorded if the compiler is the same.
+
+    A launch that is not on record, as its kernel changed, takes no more than the kernel did.
+    """
+    found = run_module(
+        "tests.kernels.compile_for", *options, ",".join(cards), ",".join(cases), TRITON_CACHE_DIR=cache
+    )
+    for card in cards:
+        compiled = found["compiled"][card]
+        assert found["asked_for"][card].keys() >= compiled.keys()
+        check_limits(card, compiled)
+        if not found["same_compiler"]:
+            assert compiled.keys() == found["asked_for"][card].keys()
+            continue
+        for key, used in compiled.items():
+            recorded = recorded_launches(card, used["kernel"])
+            taken = {what: used[what] for what in WHAT}
+            if key in recorded:
+                assert taken == recorded[key], used["launch"]
+            else:
+                most = {what: max(each[what] for each in recorded.values()) for what in WHAT}
+                assert not {what for what in WHAT if taken[what] > most[what]}, used["launch"]
