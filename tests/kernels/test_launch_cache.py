@@ -5,7 +5,10 @@ from typing import Any
 import pytest
 import torch
 
-from vlfit.kernels.launch import LaunchCache
+from vlfit.kernels.gemm.one_row import RowForm, RowTiles
+from vlfit.kernels.gemm.quantized import ProductForm
+from vlfit.kernels.gemm.weights import WeightForm
+from vlfit.kernels.launch import LaunchCache, ReadByKernels
 
 ON_GPU = torch.cuda.is_available()
 
@@ -98,6 +101,25 @@ def test_each_device_has_its_own() -> None:
     for _ in range(3):
         cache[(1,)](torch.zeros(32), 32, 1e-6, **USUAL)
     assert (len(kernel.compiled), len(kernel.launches)) == (2, 1)
+
+
+@pytest.mark.parametrize("part", ["form", "tiles"])
+def test_a_constant_is_another_text_after_a_property_of_it_changed(
+    part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's cache on disk goes by it, and a kernel reads properties as it reads fields."""
+    weights = WeightForm("INT4", 4, "", False, False, False, False, 1, 32, 0, 32, False)
+    form = RowForm(weights, False, 2560, 320, RowTiles(8, 1, 2, 4, 3))
+    before = str(form)
+    assert before == str(RowForm(weights, False, 2560, 320, RowTiles(8, 1, 2, 4, 3)))
+    changed, name = (RowForm, "steps") if part == "form" else (RowTiles, "outputs")
+    monkeypatch.setattr(changed, name, property(lambda _: 12345))
+    assert str(form) != before
+
+
+def test_constants_of_kernels_say_all_that_is_read_of_them() -> None:
+    for each in (RowForm, RowTiles, WeightForm, ProductForm):
+        assert issubclass(each, ReadByKernels)
 
 
 @pytest.mark.gpu

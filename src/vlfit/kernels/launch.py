@@ -29,6 +29,22 @@ _TRITON_WITH_CONSTANTS = (3, 4)
 _INT32_LIMIT = 1 << 31
 
 
+class ReadByKernels:
+    """Base of an object that is a constant of kernels, which read its attributes and properties.
+
+    Triton's cache on disk goes by the text of a constant, so that has all of them. By a dataclass's own text,
+    its fields, a kernel that was compiled before a property changed would be taken for the one after it.
+    """
+
+    __slots__ = ()
+
+    def __str__(self) -> str:
+        """Every public attribute and property with its value."""
+        values = {name: getattr(self, name) for name in dir(self) if not name.startswith("_")}
+        said = ", ".join(f"{name}={value}" for name, value in values.items() if not callable(value))
+        return f"{type(self).__name__}({said})"
+
+
 def cache_launches(kernel: Any) -> Any:
     """Decorate a kernel made by ``triton.jit`` so that launching it again takes the host less time.
 
