@@ -12,8 +12,8 @@ from vlfit.kernels.attention.paged import (
     BlockAttentionMetadata,
     block_attention,
     decode_tiles,
-    programs_at_once,
     reference_attention,
+    resident_programs,
 )
 from vlfit.kernels.launch import next_power_of_2, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
@@ -91,13 +91,19 @@ def batch(
 
 
 def check_attention(
-    shape: Shape, work: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+    shape: Shape,
+    work: list[tuple[int, int]],
+    dtype: torch.dtype,
+    device: torch.device,
+    splits: int | None = None,
+    tiles: AttentionTiles | None = None,
 ) -> None:
-    """With the engine's sizes on a GPU, with small ones in the interpreter. New keys and values are expected
-    as ``rope_store_kv`` stores them, which ``test_row_ops.py`` tests. Runs twice on a GPU, because counters
-    must be zero again.
+    """By default with the engine's sizes on a GPU, with small ones in the interpreter. New keys and values
+    are expected as ``rope_store_kv`` stores them, which ``test_row_ops.py`` tests. Runs twice on a GPU,
+    because counters must be zero again.
     """
-    splits, tiles = (None, None) if ON_GPU else (2, AttentionTiles(32, 32, 4, 1))
+    if not ON_GPU:
+        splits, tiles = splits or 2, tiles or AttentionTiles(32, 32, 4, 1)
     torch.manual_seed(0)
     decoding = next((index for index, (tokens, _) in enumerate(work) if tokens > 1), len(work))
     qkv, k_cache, v_cache, metadata = batch(shape, work, decoding, dtype, device)
@@ -224,25 +230,54 @@ CARDS = {
 @pytest.mark.parametrize("card", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("kv_heads", [2, 4, 8])
 @pytest.mark.parametrize("fp8_kv", [False, True])
-def test_programs_of_decoding_run_at_once(card: TargetCard, kv_heads: int, fp8_kv: bool) -> None:
-    """Or in rounds that are three quarters full, if no other limit holds."""
-    for sequences in range(1, 65):
+def test_a_few_multiprocessors_have_as_many_programs_as_they_run(
+    card: TargetCard, kv_heads: int, fp8_kv: bool
+) -> None:
+    """Or rounds of them that are three quarters full; never more than the plan counts memory for."""
+    for sequences in (1, 2, 4, 8):
         tiles = decode_tiles(torch.bfloat16, 128, sequences, fp8_kv=fp8_kv, few=True)
-        programs = programs_at_once(card, tiles, 128, fp8_kv=fp8_kv)
-        splits = num_decode_splits(sequences, kv_heads, programs)
-        most = num_decode_splits(sequences, kv_heads)
-        assert 1 <= splits <= most
-        contexts = next_power_of_2(sequences) * kv_heads
-        rounds = -(-splits * contexts // programs)
-        assert rounds == 1 or splits in (1, most) or splits * contexts >= 0.75 * rounds * programs
-        assert splits == num_decode_splits(next_power_of_2(sequences), kv_heads, programs)
+        resident = resident_programs(card, tiles, 128, fp8_kv=fp8_kv)
+        programs = num_decode_splits(sequences, kv_heads, resident) * sequences * kv_heads
+        rounds = -(-programs // resident)
+        assert rounds == 1 or programs >= 0.75 * rounds * resident
+    for sequences in range(1, 300):
+        splits = num_decode_splits(sequences, kv_heads, resident)
+        assert 1 <= splits <= num_decode_splits(sequences, kv_heads)
+        assert splits == num_decode_splits(next_power_of_2(sequences), kv_heads, resident)
 
 
-def test_programs_at_once_by_what_a_multiprocessor_has() -> None:
-    """Keys and values of 64 tokens of 128 are 32 KiB: 100 KiB hold two, and with codes beside them one."""
-    tiles = decode_tiles(torch.bfloat16, 128, 2, fp8_kv=False)
-    assert [
-        programs_at_once(card, tiles, 128, fp8_kv=fp8_kv)
-        for card in (CARDS["30 multiprocessors"], CARDS["30 with less shared memory"])
-        for fp8_kv in (False, True)
-    ] == [120, 120, 60, 30]
+@pytest.mark.parametrize(
+    ("tiles", "fp8_kv", "shared", "registers"),
+    [
+        (decode_tiles(torch.bfloat16, 128, 1, fp8_kv=False), False, 34816, 4 * 32 * 148),
+        (decode_tiles(torch.bfloat16, 128, 2, fp8_kv=False), False, 34816, 2 * 32 * 255),
+        (decode_tiles(torch.bfloat16, 128, 2, fp8_kv=True), True, 49152, 2 * 32 * 255),
+        (decode_tiles(torch.bfloat16, 128, 8, fp8_kv=False, few=True), False, 16512, 32 * 255),
+        (decode_tiles(torch.bfloat16, 128, 8, fp8_kv=True, few=True), True, 24704, 32 * 255),
+    ],
+)
+@pytest.mark.parametrize(("card", "bytes_of_it"), [((9, 0), 228 << 10), ((12, 0), 100 << 10)])
+def test_programs_that_a_multiprocessor_holds(
+    tiles: AttentionTiles,
+    fp8_kv: bool,
+    shared: int,
+    registers: int,
+    card: tuple[int, int],
+    bytes_of_it: int,
+) -> None:
+    """By what the kernel takes as it is compiled (``compiled.json``), and 1 KiB for each of the driver's."""
+    held = min(65536 // registers, bytes_of_it // (shared + 1024))
+    assert resident_programs(TargetCard(card, multiprocessors=1), tiles, 128, fp8_kv=fp8_kv) == held
+
+
+@pytest.mark.parametrize("splits", [3, 7])
+@pytest.mark.parametrize("name", ["tiny", "heads of 64", "one key head, heads of no power of two"])
+def test_tiles_for_few_multiprocessors(name: str, splits: int, device: torch.device) -> None:
+    """Half the size, one or two warps, and contexts split into parts of no power of two."""
+    wide = AttentionTiles(16, 16, 2, 2)
+    dtype = torch.bfloat16 if ON_GPU else torch.float32
+    for tiles in (AttentionTiles(16, 32, 1, 3), wide):
+        check_attention(SHAPES[name], DECODING, dtype, device, splits, tiles)
+    if ON_GPU:
+        check_attention(SHAPES["4B and 8B"], DECODING, dtype, device, splits, AttentionTiles(16, 32, 1, 3))
+        check_attention(SHAPES["heads of 256, a quarter rotated"], DECODING, dtype, device, splits, wide)

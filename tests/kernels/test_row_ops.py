@@ -10,6 +10,7 @@ from vlfit.kernels.gemm.dense import DenseTiles
 from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.launch import tile_counters
 from vlfit.kernels.rows import row_ops as row_ops
+from vlfit.kernels.target import TargetCard
 from vlfit.layers.norm import rms_norm
 from vlfit.layers.rope import apply_rope
 from vlfit.plan.native import tiles
@@ -130,8 +131,9 @@ def test_few_multiprocessors_split_no_more_than_they_run(
     outputs: int, inputs: int, many: int, few: int
 ) -> None:
     default = dense.dense_tiles(torch.bfloat16)
-    assert [dense.dense_splits(outputs, inputs, default, count) for count in (None, 132)] == [many] * 2
-    assert dense.dense_splits(outputs, inputs, default, 30) == few
+    cards = [None, TargetCard((9, 0)), TargetCard((9, 0), multiprocessors=132)]
+    assert [dense.dense_splits(outputs, inputs, default, card) for card in cards] == [many] * 3
+    assert dense.dense_splits(outputs, inputs, default, TargetCard((9, 0), multiprocessors=30)) == few
 
 
 @pytest.mark.parametrize("inner", [40, 64])

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
+
 T = TypeVar("T")
 
 
@@ -26,6 +28,11 @@ class TargetCard:
     capability: tuple[int, int]
     name: str = ""
     multiprocessors: int = 0
+
+    @property
+    def has_few_multiprocessors(self) -> bool:
+        """Whether what each of them does bounds a request's step, not memory; False if it is not known."""
+        return 0 < self.multiprocessors < MANY_MULTIPROCESSORS
 
 
 _simulated: list[TargetCard] = []  # at most one

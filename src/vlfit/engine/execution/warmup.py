@@ -321,7 +321,7 @@ _WARM_UP_TOKENS = 2  # the first comes from the prefill step, the second is deco
 _SHORT = 16  # tokens of a prompt
 PREFILL_ROWS = (1, 8, 16, 32, 64, 128, 256, 512)  # of a prefill step, besides the largest
 _QUICK_IMAGE = 2048  # tokens: a largest picture up to here is warmed up, too
-BATCH_SIZES = (1, 3, 5, 9, 17, 33, 65, 257)  # sequences sampled at once, then decoding beside a prompt
+BATCH_SIZES = (1, 2, 3, 5, 9, 17, 33, 65, 257)  # sequences sampled at once, then decoding beside a prompt
 VERIFY_ROWS = (2, 3, 5, MAX_DRAFT_ROWS)  # rows of a verify step
 SAMPLING_VARIANTS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},

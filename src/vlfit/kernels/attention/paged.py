@@ -15,11 +15,12 @@ from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
 from vlfit.kernels.target import TargetCard, card_of, launches_on
 from vlfit.layers.gated_delta import StateSpans
 from vlfit.plan.native.cost import num_decode_splits
-from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS, shared_memory
+from vlfit.plan.native.tiles import shared_memory
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 _WIDE_HEAD = 128  # head_dim above which tiles are smaller
-_SHARED_BESIDE = 3 * 1024  # bytes of a program beside its tiles of keys and values: 1 KiB the driver's
+_MOST_IN_SMALL_TILES = 8  # sequences; with more, programs wait for others anyway
+_SHARED_BESIDE = 1024 + 128  # bytes of shared memory of each program: the driver's, and of its warps
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,15 @@ class AttentionTiles:
     """Tile of one program: ``rows`` of queries, which attend to cached ``tokens`` per step.
 
     ``rows`` is for prefill only: the decode kernel takes the query heads of one KV head. ``warps`` and
-    pipeline ``stages`` of the program. ``programs``: of decoding, for which a multiprocessor has registers.
+    pipeline ``stages`` of the program. ``most_resident``: programs of decoding whose registers a
+    multiprocessor holds; for prefill it means nothing.
     """
 
     rows: int
     tokens: int
     warps: int
     stages: int
-    programs: int = 4
+    most_resident: int = 4
 
 
 def decode_tiles(
@@ -71,24 +73,22 @@ def decode_tiles(
 
     Wide heads take half the tokens, unless they are codes: a program's keys and values fit 99 KiB of shared
     memory. Programs of one sequence are few and have more warps; those of several ``sequences`` would then
-    not all run at once. On ``few`` multiprocessors half a tile and fewer warps, which wait less for each
-    other, are best for them.
+    not all run at once. On ``few`` multiprocessors three to eight sequences have half a tile and one warp
+    (wide heads two), so that less waits for each other.
     """
-    several = few and sequences > 2 and dtype != torch.float32
-    if head_dim > _WIDE_HEAD:
-        if fp8_kv and dtype != torch.float32:
-            return AttentionTiles(16, 64, 8, 2, programs=1)
-        if several:
-            return AttentionTiles(16, 16, 2, 2)
-        return AttentionTiles(16, 16 if dtype == torch.float32 else 32, 4, 2, programs=2)
+    several = few and 2 < sequences <= _MOST_IN_SMALL_TILES
     if dtype == torch.float32:
-        return AttentionTiles(16, 32, 4, 2)
+        return AttentionTiles(16, 16 if head_dim > _WIDE_HEAD else 32, 4, 2, most_resident=2)
+    if head_dim > _WIDE_HEAD:
+        if fp8_kv:
+            return AttentionTiles(16, 64, 8, 2, most_resident=1)
+        return AttentionTiles(16, 16, 2, 2) if several else AttentionTiles(16, 32, 4, 2, most_resident=2)
     if several:
-        return AttentionTiles(16, 32, 1, 3, programs=8)
-    return AttentionTiles(16, 64, 4, 2, programs=3) if sequences == 1 else AttentionTiles(16, 64, 2, 2)
+        return AttentionTiles(16, 32, 1, 3, most_resident=8)
+    return AttentionTiles(16, 64, 4, 2, most_resident=3) if sequences == 1 else AttentionTiles(16, 64, 2, 2)
 
 
-def programs_at_once(
+def resident_programs(
     card: TargetCard, tiles: AttentionTiles, head_dim: int, *, fp8_kv: bool, item_size: int = 2
 ) -> int:
     """Programs of the decode kernel that ``card`` runs at once.
@@ -96,9 +96,10 @@ def programs_at_once(
     By registers and shared memory of its multiprocessors: each program has a tile of keys and one of values,
     with ``fp8_kv`` also as codes. ``item_size``: bytes of an element of the queries.
     """
-    tile = 2 * tiles.tokens * head_dim * (item_size + fp8_kv) + _SHARED_BESIDE
-    each = min(tiles.programs, max(shared_memory(card.capability) // tile, 1))
-    return card.multiprocessors * each
+    width = max(next_power_of_2(head_dim), 16)
+    shared = 2 * tiles.tokens * width * (item_size + fp8_kv) + (0 if fp8_kv else tiles.tokens * 32)
+    held = shared_memory(card.capability) // (shared + _SHARED_BESIDE)
+    return card.multiprocessors * max(min(tiles.most_resident, held), 1)
 
 
 def prefill_tiles(dtype: torch.dtype, head_dim: int, *, fp8_kv: bool) -> AttentionTiles:
@@ -158,13 +159,13 @@ def block_attention(
         rope_store_kv(qkv, metadata.slot_mapping, k_cache, v_cache, kv_scales)
     if metadata.num_decodes:
         sequences, card, fp8_kv = metadata.num_decodes, card_of(packed.device), kv_scales is not None
-        few = card is not None and 0 < card.multiprocessors < MANY_MULTIPROCESSORS
+        few = card is not None and card.has_few_multiprocessors
         tiles = tiles or decode_tiles(packed.dtype, head_dim, sequences, fp8_kv=fp8_kv, few=few)
-        programs = None
+        resident = None
         if card is not None and few:
             size = packed.element_size()
-            programs = programs_at_once(card, tiles, head_dim, fp8_kv=fp8_kv, item_size=size)
-        splits = splits or num_decode_splits(sequences, k_cache.shape[1], programs)
+            resident = resident_programs(card, tiles, head_dim, fp8_kv=fp8_kv, item_size=size)
+        splits = splits or num_decode_splits(sequences, k_cache.shape[1], resident)
         split_shape = (sequences, heads, splits)
         partial_out = torch.empty((*split_shape, head_dim), dtype=torch.float32, device=packed.device)
         partial_stats = torch.empty((*split_shape, 2), dtype=torch.float32, device=packed.device)

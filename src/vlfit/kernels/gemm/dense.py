@@ -21,14 +21,13 @@ from vlfit.kernels.gemm.epilogue import (
 )
 from vlfit.kernels.gemm.one_row import dense_row_form, launch_row
 from vlfit.kernels.launch import pdl_options, tile_counters
-from vlfit.kernels.target import card_of, launches_on
-from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
+from vlfit.kernels.target import TargetCard, card_of, launches_on
 
 DENSE_MAX_ROWS = 16
 MIN_PROGRAMS = 256  # enough to keep a card of many multiprocessors busy; with fewer tiles K is split
-# For each of few multiprocessors. Microseconds of a layer of 2B, 8 rows, on 30 of an H200's: 64.8; with 256
-# in all 69.0 (docs/log.md).
-MIN_PROGRAMS_EACH = 2
+# For each multiprocessor of a card with few. Microseconds of a layer of 2B, 8 rows, on 30 of an H200's: 64.8;
+# with 256 in all 69.0 (docs/log.md).
+MIN_PROGRAMS_PER_MULTIPROCESSOR = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +52,14 @@ def dense_tiles(dtype: torch.dtype) -> DenseTiles:
     return DenseTiles(32, 64, 4, 2) if dtype == torch.float32 else DenseTiles(32, 128, 2, 4)
 
 
-def dense_splits(outputs: int, inputs: int, tiles: DenseTiles, multiprocessors: int | None = None) -> int:
+def dense_splits(outputs: int, inputs: int, tiles: DenseTiles, card: TargetCard | None = None) -> int:
     """Number of programs that share one tile of the outputs by split-K: a power of two, 1 (no split) to 8.
 
-    ``outputs``, ``inputs``: of the linear layer. ``multiprocessors``: of the card; None: of one with many.
+    ``outputs``, ``inputs``: of the linear layer. ``card``: None for one with many multiprocessors.
     """
     programs, splits, least = -(-outputs // tiles.outputs), 1, MIN_PROGRAMS
-    if multiprocessors is not None and multiprocessors < MANY_MULTIPROCESSORS:
-        least = MIN_PROGRAMS_EACH * multiprocessors
+    if card is not None and card.has_few_multiprocessors:
+        least = MIN_PROGRAMS_PER_MULTIPROCESSOR * card.multiprocessors
     while splits < 8 and programs * splits < least and inputs >= 4 * splits * tiles.inputs:
         splits *= 2
     return splits
@@ -135,9 +134,7 @@ def _launch(
     if rows > DENSE_MAX_ROWS:
         raise ValueError(f"{rows} rows; the kernel multiplies {DENSE_MAX_ROWS} at most")
     outputs = len(weight)
-    card = card_of(x.device)
-    multiprocessors = None if card is None else card.multiprocessors
-    splits = splits or dense_splits(outputs, inputs, tiles, multiprocessors)
+    splits = splits or dense_splits(outputs, inputs, tiles, card_of(x.device))
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
     partial = allocate_partial(out, splits, rows, outputs)
     if not launches_on(x.device) or not rows:

@@ -255,27 +255,31 @@ _FEW_KV_HEADS = 4  # with so few, more programs share a context
 _MOST_ROUNDS, _LEAST_FILLED = 5, 0.75
 
 
-def num_decode_splits(sequences: int, kv_heads: int, programs: int | None = None) -> int:
-    """How many programs per KV head share one sequence's context in decode attention; 1: it is not split.
+def num_decode_splits(sequences: int, kv_heads: int, resident: int | None = None) -> int:
+    """How many programs per KV head share one sequence's context in decode attention (split-KV); 1: no split.
 
     Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
-    (``launch.MAX_TILE_COUNTERS``). ``programs``: those that few multiprocessors run at once; splits are then
-    at most so many that all run at once, or in the fewest rounds that are at least three quarters full.
-    None: of a card with many, for which a plan counts memory. Numbers of sequences up to a power of two have
-    the same, as a kernel is compiled for each. Swept on an H200 and on 30 of its multiprocessors with 300 to
-    3,000 tokens (docs/log.md).
+    (``launch.MAX_TILE_COUNTERS``). ``resident``: programs that few multiprocessors run at once, or None with
+    many multiprocessors, for which a plan counts memory: few never take more. With ``resident``, up to eight
+    sequences have at most so many programs, or the fewest rounds of them that are three quarters full at a
+    power of two; those up to the next power of two have the same, as a kernel is compiled for each. Swept on
+    an H200 and on 30 of its multiprocessors with 300 to 3,000 tokens (docs/log.md).
     """
     few_heads = kv_heads <= _FEW_KV_HEADS
     if sequences > 256:
         return 1
     splits = 16 if sequences <= 2 else 8 if sequences <= 4 else 4
     most = 2 * splits if few_heads and sequences <= 16 else splits
-    if programs is None:
+    if resident is None:
         return most
+    if sequences > 8:
+        return 4
+    if sequences == 1:
+        most = 12 if few_heads else 10
     contexts = (1 << (sequences - 1).bit_length()) * kv_heads
     for rounds in range(1, _MOST_ROUNDS + 1):
-        splits = rounds * programs // contexts
-        if splits * contexts >= _LEAST_FILLED * rounds * programs:
+        splits = rounds * resident // contexts
+        if splits * contexts >= _LEAST_FILLED * rounds * resident:
             return max(1, min(most, splits))
     return 1
 
