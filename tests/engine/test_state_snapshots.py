@@ -485,6 +485,7 @@ def test_turns_of_conversations_at_once(tiny_qwen3_5: Callable[[str], Path]) -> 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)  # two minutes on two quiet cores
 def test_a_thousand_turns_of_text_and_pictures(tiny_qwen3_5: Callable[[str], Path]) -> None:
     folder = tiny_qwen3_5("small")
     size = each_bytes(build(folder))
