@@ -19,15 +19,11 @@ from vlfit.kernels.gemm.quantized import dequant_config, has_native_fp8
 from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.launch import next_power_of_2
 from vlfit.kernels.target import card_of, launches_on, per_device
-from vlfit.plan.native.tiles import FP8_ROW_MULTIPLE, MAX_FUSED_ROWS
+from vlfit.plan.native.tiles import CUBLAS_MIN_MACS, FP8_ROW_MULTIPLE, MAX_FUSED_ROWS
 from vlfit.plan.shapes import GROUP, has_fp8_gemm_scales
 
 FP8_MAX, MIN_AMAX = 448.0, 1e-12  # largest float8_e4m3fn; lower bound of a group's amax
 _BLOCK = 1024  # elements that one program quantizes
-# GEMMs with at least this many multiply-adds for each multiprocessor go to cuBLAS, which takes a quarter to a
-# third less time. That is 53 us of our kernel's 134 for gate and up of 4B on an H200, about what calling it
-# through torch costs (docs/log.md).
-CUBLAS_MIN_MACS = 15 * 10**7
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8, INT4, INT5, INT6, INT8
 from vlfit.machine.model import Gpu
 from vlfit.plan.calibration import MEASURED, MODELLED, Constant, Constants
+from vlfit.plan.native.tiles import CUBLAS_MIN_MACS
 from vlfit.plan.shapes import Matrix, Model
 from vlfit.plan.speed import tower_work
 
@@ -63,6 +64,8 @@ LARGE_PRODUCT = Constant(0.90, MODELLED, "a choice: smaller units are easier to 
 # Of a large product's rate, what the text model's products and the tower reach.
 TEXT_SHARE = Constant(0.95, MEASURED, f"prompts of 787 tokens; {_H200}")
 TOWER_SHARE = Constant(0.70, MEASURED, f"1024x768; {_H200}")
+# What cuBLAS takes for FP8 on Hopper, of bfloat16's time; it dequantizes nothing.
+FP8_BY_CUBLAS = Constant(581 / 794, MEASURED, "a layer of 4B, 787 rows, 30 of an H200's multiprocessors")
 # Cycles of one multiprocessor to dequantize a weight, once a pass.
 DEQUANTIZE_CYCLES = Constant(0.10, MEASURED, "128 rows of 4B with 30 multiprocessors, 2026-11-23")
 PASS_CYCLES = Constant(150e-6 * 1.98e9, MEASURED, f"a layer of a pass beside its products; {_H200}")
@@ -124,16 +127,24 @@ def prompt_seconds(
     rate = _large_product_flops(gpu, constants)
     prompt = image_tokens + text_tokens
     passes = -(-prompt // chunk)
-    narrow = sum(
-        matrix.num_weights * count
-        for matrix, count in model.text_matrices
-        if matrix.form != BF16 or model.gguf_type
-    )
+    rows = min(prompt, chunk)
+    narrow, spared = 0, 0.0  # weights to dequantize, and those whose products cuBLAS spares
+    asks_more = False  # of the host: to dequantize, or to quantize rows
+    for matrix, count in model.text_matrices:
+        weights = matrix.num_weights * count
+        if matrix.form == FP8 and not model.gguf_type and gpu.compute_capability == (9, 0):
+            # Matrices of a layer that share an input are multiplied together.
+            macs = rows * weights / model.text.num_hidden_layers
+            by_cublas = macs >= CUBLAS_MIN_MACS * (gpu.multiprocessors or 0)
+            spared += weights * (1 - FP8_BY_CUBLAS.value) * by_cublas
+        elif matrix.form != BF16 or model.gguf_type:
+            narrow += weights
+        asks_more |= matrix.form != BF16 or bool(model.gguf_type)
     layer_weights = model.num_weights_per_token - model.head.num_weights
-    computing = 2.0 * layer_weights * prompt / (rate * TEXT_SHARE.value)
+    computing = 2.0 * (layer_weights - spared) * prompt / (rate * TEXT_SHARE.value)
     computing += passes * narrow * DEQUANTIZE_CYCLES.value / _cycles(gpu)
     layers = passes * model.text.num_hidden_layers
-    asking = layers * _host_seconds(constants, dequantizes=narrow > 0)
+    asking = layers * _host_seconds(constants, dequantizes=asks_more)
     text = max(computing + layers * PASS_CYCLES.value / _clock(gpu), asking)
     return PromptSeconds(text, tower_work(model.vision, image_tokens) / (rate * TOWER_SHARE.value))
 

@@ -30,6 +30,10 @@ MOST_SPLITS = 16
 # 256 rows: 314 and 185, 818 and 472. FP8, 64 rows: 85 and 150, 247 and 311; 128 rows: 148 and 155, 395 and
 # 326.
 MAX_FUSED_ROWS = 64
+# FP8 GEMMs of prompts with at least this many multiply-adds for each multiprocessor go to cuBLAS on Hopper,
+# which takes a quarter to a third less time. That is 53 us of our kernel's 134 for gate and up of 4B on an
+# H200, about what calling it through torch costs (docs/log.md).
+CUBLAS_MIN_MACS = 15 * 10**7
 FORMS = (FP8, INT8, INT4)  # with tiles that are measured on a card
 # Rows up to which each format has tiles of its own. One row has a kernel of its own, with tiles that are not
 # measured (``kernels/gemm/one_row.py``); where that does not take it, it has the tiles of 8.
