@@ -4,7 +4,7 @@
 #   make slow        the tests that take half a minute and more each, and further members of families
 #   make test-clients  unchanged clients of every API against a server with mini, in environments of their own
 #   make test-cards  every kernel that the five benchmark checkpoints launch, compiled for four cards: three to nine minutes
-#   make test-changed-kernels  of those, what is not on record as it is now, and each day another sixteenth: a minute
+#   make test-changed-kernels  of those, what is not on record as it is now, and each day another sixteenth: one to three minutes
 #   make test-gguf   GGUF files beside llama.cpp, which it builds first (five to fifteen minutes), and Qwen3's real vocabulary
 #   make fuzz        thousands of requests to each API, made up from its description (15 minutes), in an environment too
 #   make test-ray    a batch over a cluster of Ray on this machine: three minutes

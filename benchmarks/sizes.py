@@ -25,9 +25,11 @@ from benchmarks.harness import (
     card,
     commit,
     print_row,
+    require_gpu,
     run_vlfit,
     write_json,
 )
+from vlfit.errors import VlfitError
 
 HEADING = [
     "checkpoint", "at once", "tokens/s", "ms a step", "GB/s", "roof, GB/s", "of the roof", "first token, ms",
@@ -49,6 +51,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3, help="after one that warms up")
     add_json_option(parser)
     options = parser.parse_args()
+    if options.device != "cpu":
+        require_gpu("sizes")
     device = card() if options.device != "cpu" else "CPU"
     print(f"commit {commit()}; {device}; picture {options.picture}, {options.tokens} tokens out")
     runs = []
@@ -63,7 +67,7 @@ def main() -> None:
             try:
                 checkpoint = checkpoint_of(name, Path(folder))
                 result = measure(name, checkpoint, options)
-            except RuntimeError as error:  # the others are measured all the same
+            except (RuntimeError, VlfitError) as error:  # the others are measured all the same
                 print(error, file=sys.stderr)
                 failed = True
                 continue

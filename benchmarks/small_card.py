@@ -157,12 +157,12 @@ def run_on(
 
 def check_host() -> None:
     """Raise ``CannotLimit`` without MPS's program or a GPU, or beside another MPS."""
+    if not Path("/dev/nvidiactl").exists():
+        raise CannotLimit("there is no NVIDIA GPU here (no /dev/nvidiactl)")
     if shutil.which(CONTROL) is None:
         raise CannotLimit(
             f"{CONTROL} is not installed; it comes with NVIDIA's driver for Linux, not under WSL2"
         )
-    if not Path("/dev/nvidiactl").exists():
-        raise CannotLimit("there is no NVIDIA GPU here (no /dev/nvidiactl)")
     running = mps_processes()
     if running:
         raise CannotLimit(

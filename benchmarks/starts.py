@@ -27,6 +27,7 @@ from benchmarks.harness import (
     commit,
     device_name,
     print_row,
+    require_gpu,
     versions_of,
     write_json,
 )
@@ -38,6 +39,8 @@ _BARE = "import torch; ones = torch.ones(64, 64, device={0!r}); (ones @ ones).su
 
 def main() -> None:
     options = read_options()
+    if options.device != "cpu":
+        require_gpu("starts")
     where = device_name(options.device)
     print(f"commit {commit()}; {where}; {versions_of('torch', 'triton')}; {os.cpu_count()} cores")
     limit = statistics.median(bare_start(options.device) for _ in range(options.starts))
@@ -61,7 +64,10 @@ def read_options() -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=3, metavar="N", help="later ones, after the first")
     parser.add_argument("--serve", default="", metavar="OPTIONS", help="of vlfit serve, in one argument")
     add_json_option(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if options.starts < 1:
+        parser.error("--starts takes 1 or more")
+    return options
 
 
 def bare_start(device: str) -> float:

@@ -28,6 +28,14 @@ def test_a_python_named_from_the_current_folder(tmp_path: Path, monkeypatch: pyt
     assert where.find_vllm("env/bin/python").program[0] == str(python)
 
 
+def test_a_python_named_as_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    named = python.rename(python.with_name("python3.99"))
+    monkeypatch.setenv("PATH", f"{named.parent}{os.pathsep}/bin")
+    monkeypatch.chdir(tmp_path)
+    assert where.find_vllm("python3.99").version == "0.22.1"
+
+
 def test_cpu_build(tmp_path: Path) -> None:
     found = where.find_vllm(str(environment(tmp_path / "env")))
     assert (found.version, found.on_cpu) == ("0.32.0+cpu", True)

@@ -61,7 +61,7 @@ class InstalledVllm:
 
 
 def find_vllm(path: str | None = None) -> InstalledVllm:
-    """The vLLM at ``path``: a Python, a ``vllm`` program, or an environment's folder.
+    """The vLLM at ``path``: a Python, a ``vllm`` program, or an environment's folder; or a name on PATH.
 
     ``path`` None: what the environment variable ``VLFIT_VLLM_PYTHON`` names, else vLLM in vlfit's own Python
     environment, else ``vllm`` on PATH. The Python API reads the variable too, unlike other settings: like
@@ -69,7 +69,9 @@ def find_vllm(path: str | None = None) -> InstalledVllm:
     """
     path = path or os.environ.get(PYTHON_VARIABLE)
     if path:
-        return _of_named(Path(path).expanduser().absolute(), path)
+        place = Path(path).expanduser()
+        on_path = None if place.exists() or place.name != path else shutil.which(path)
+        return _of_named(Path(on_path) if on_path else place.absolute(), path)
     beside = _here()
     if beside is not None:
         return _installed(Path(sys.executable), beside)
