@@ -172,21 +172,21 @@ def kernels_of(call: Callable[[], object]) -> list[Kernel]:
 
 
 def split_steps(kernels: Sequence[Kernel]) -> list[list[Kernel]]:
-    """The longest row of equal decode steps in ``kernels``, in order; each step with the last kernel before.
+    """The longest run of equal decode steps in ``kernels``, in order; each step with the last kernel before.
 
-    So those of all requests at once, where some begin or end before others. Raises ``RuntimeError`` for
+    Of several requests those steps that all of them share. Raises ``RuntimeError`` for
     fewer than three.
     """
     names = [kernel.name for kernel in kernels]
     ends = [index + 1 for index, name in enumerate(names) if _STEP_END in name]
-    rows: list[tuple[int, int, int]] = []  # equal steps, the begin of the first, kernels of each
+    runs: list[tuple[int, int, int]] = []  # equal steps, the begin of the first, kernels of each
     for begin, end in pairwise(ends):
         length = end - begin
-        if not rows or rows[-1][2] != length or names[begin - length : begin] != names[begin:end]:
+        if not runs or runs[-1][2] != length or names[begin - length : begin] != names[begin:end]:
             follows = begin > length and names[begin - length : begin] == names[begin:end]  # after a prompt
-            rows.append((int(follows), begin - length * follows, length))
-        rows[-1] = rows[-1][0] + 1, rows[-1][1], length
-    count, begin, length = max(rows, default=(0, 0, 0))
+            runs.append((int(follows), begin - length * follows, length))
+        runs[-1] = runs[-1][0] + 1, runs[-1][1], length
+    count, begin, length = max(runs, default=(0, 0, 0))
     if count < 3:
         raise RuntimeError("the profiler saw no three equal steps")
     return [list(kernels[at - 1 : at + length]) for at in range(begin, begin + count * length, length)]

@@ -17,7 +17,7 @@ def kernels(names: list[str]) -> list[Kernel]:
     return found
 
 
-def test_steps_are_what_repeats_at_the_end() -> None:
+def test_steps_are_what_repeats_after_a_prompt() -> None:
     prompt = kernels(["prompt"] * len(STEP))
     later = prompt[-1].end
     decoding = [Kernel(each.name, each.begin + later, each.end + later) for each in kernels(STEP * 5)]
@@ -28,7 +28,7 @@ def test_steps_are_what_repeats_at_the_end() -> None:
     assert {round(step[-1].end - step[0].end) for step in steps} == {sum(range(1, len(STEP) + 1))}
 
 
-def test_steps_of_all_requests_are_the_longest_row_of_equal_ones() -> None:
+def test_steps_of_all_requests_are_the_longest_run_of_equal_ones() -> None:
     """Some of them began before, beside prompts, and one ends last, alone."""
     alone = [*LAYER[:3] * 4, "head", STEP[-1]]
     names = [*["prompt"] * 3, *STEP, "prompt", *STEP * 2, *["prompt", "sample"], *STEP * 5, *alone * 4]

@@ -8,7 +8,7 @@ import torch
 from vlfit.kernels.gemm.one_row import RowForm, RowTiles
 from vlfit.kernels.gemm.quantized import ProductForm
 from vlfit.kernels.gemm.weights import WeightForm
-from vlfit.kernels.launch import LaunchCache, ReadByKernels
+from vlfit.kernels.launch import KernelConstant, LaunchCache
 
 ON_GPU = torch.cuda.is_available()
 
@@ -119,7 +119,7 @@ def test_a_constant_is_another_text_after_a_property_of_it_changed(
 
 def test_constants_of_kernels_say_all_that_is_read_of_them() -> None:
     for each in (RowForm, RowTiles, WeightForm, ProductForm):
-        assert issubclass(each, ReadByKernels)
+        assert issubclass(each, KernelConstant)
 
 
 @pytest.mark.gpu

@@ -29,11 +29,11 @@ _TRITON_WITH_CONSTANTS = (3, 4)
 _INT32_LIMIT = 1 << 31
 
 
-class ReadByKernels:
-    """Base of an object that is a constant of kernels, which read its attributes and properties.
+class KernelConstant:
+    """Base of a dataclass that kernels take as a constant, and whose fields and properties they read.
 
-    Triton's cache on disk goes by the text of a constant, so that has all of them. By a dataclass's own text,
-    its fields, a kernel that was compiled before a property changed would be taken for the one after it.
+    Triton finds compiled kernels on disk by the text of their constants. A dataclass's own text has its
+    fields alone; then, after a property has changed, the kernel compiled before would still be found.
     """
 
     __slots__ = ()

@@ -31,7 +31,7 @@ class TargetCard:
 
     @property
     def has_few_multiprocessors(self) -> bool:
-        """Whether what each of them does bounds a request's step, not memory; False if it is not known."""
+        """Whether there are so few that they, not memory, bound a decode step; False if not known."""
         return 0 < self.multiprocessors < MANY_MULTIPROCESSORS
 
 

@@ -14,12 +14,11 @@ from vlfit.kernels.launch import next_power_of_2, pdl_options, tile_counters
 from vlfit.kernels.rows.row_ops import PackedQKV, rope_store_kv
 from vlfit.kernels.target import TargetCard, card_of, launches_on
 from vlfit.layers.gated_delta import StateSpans
-from vlfit.plan.native.cost import num_decode_splits
+from vlfit.plan.native.cost import MOST_IN_SMALL_TILES, num_decode_splits
 from vlfit.plan.native.tiles import shared_memory
 
 ROW, TOKENS, PAST = 0, 1, 2  # columns of ``BlockAttentionMetadata.query_spans``
 _WIDE_HEAD = 128  # head_dim above which tiles are smaller
-_MOST_IN_SMALL_TILES = 8  # sequences; with more, programs wait for others anyway
 _SHARED_BESIDE = 1024 + 128  # bytes of shared memory of each program: the driver's, and of its warps
 
 
@@ -76,7 +75,7 @@ def decode_tiles(
     not all run at once. On ``few`` multiprocessors three to eight sequences have half a tile and one warp
     (wide heads two), so that less waits for each other.
     """
-    several = few and 2 < sequences <= _MOST_IN_SMALL_TILES
+    several = few and 2 < sequences <= MOST_IN_SMALL_TILES
     if dtype == torch.float32:
         return AttentionTiles(16, 16 if head_dim > _WIDE_HEAD else 32, 4, 2, most_resident=2)
     if head_dim > _WIDE_HEAD:

@@ -28,7 +28,7 @@ from vlfit.kernels.gemm.weights import (
     kernel_tensors,
     weight_form,
 )
-from vlfit.kernels.launch import ReadByKernels, pdl_options
+from vlfit.kernels.launch import KernelConstant, pdl_options
 from vlfit.kernels.target import card_of, launches_on
 from vlfit.machine.cards import FP8_CAPABILITY, KERNEL_CAPABILITY
 from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
@@ -43,7 +43,7 @@ MAX_INPUTS = 32768
 
 
 @dataclass(frozen=True, slots=True)
-class RowTiles(ReadByKernels):
+class RowTiles(KernelConstant):
     """How a product of one row is cut.
 
     ``warps``: of a program. ``warps_k``: of them that share an output's inputs; the others have outputs of
@@ -108,7 +108,7 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 
 
 @dataclass(frozen=True, slots=True)
-class RowForm(ReadByKernels):
+class RowForm(KernelConstant):
     """What a kernel that multiplies one row is compiled for: its weights and its tiles.
 
     - ``has_bias``: one is added. ``inputs``: of the layer. ``row_words``: words of codes of an

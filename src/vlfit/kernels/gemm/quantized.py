@@ -34,7 +34,7 @@ from vlfit.kernels.gemm.weights import (
     kernel_tensors,
     weight_form,
 )
-from vlfit.kernels.launch import ReadByKernels, pdl_options, tile_counters
+from vlfit.kernels.launch import KernelConstant, pdl_options, tile_counters
 from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
@@ -394,7 +394,7 @@ def _steps(weights: QuantizedWeight, tiles: GemmTiles, splits: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ProductForm(ReadByKernels):
+class ProductForm(KernelConstant):
     """What a kernel of a product with quantized weights is compiled for: those, and its tile.
 
     - ``has_bias``: one is added. ``one_group``: an output has one scale. ``stages``: of loads.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vlfit.checkpoint.quantization import FP8, INT8, PACKED_BITS
-from vlfit.kernels.launch import ReadByKernels
+from vlfit.kernels.launch import KernelConstant
 
 MAX_SPAN = 128  # inputs summed before their scale is applied, at most
 # What codes of 4 bits are looked up as, in two tables of signed bytes (``row_integers.py``): times a sign and
@@ -78,7 +78,7 @@ class QuantizedWeight:
 
 
 @dataclass(frozen=True, slots=True)
-class WeightForm(ReadByKernels):
+class WeightForm(KernelConstant):
     """What a kernel is compiled for of its weights.
 
     - ``format``, ``bits`` (8 for FP8), ``codebook`` ("": none), ``has_zeros``, ``affine``, ``two_level``: of

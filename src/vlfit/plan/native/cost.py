@@ -252,18 +252,21 @@ def _gemm_bytes(parts: list[Matrix], rows: int, dequant: DequantConfig, table: T
 
 
 _FEW_KV_HEADS = 4  # with so few, more programs share a context
-_MOST_ROUNDS, _LEAST_FILLED = 5, 0.75
+MOST_IN_SMALL_TILES = 8  # sequences; with more, programs wait for others in any case
+_MOST_ROUNDS, _LEAST_FILLED = 5, 0.75  # rounds of programs, and their share of those that run at once
 
 
 def num_decode_splits(sequences: int, kv_heads: int, resident: int | None = None) -> int:
     """How many programs per KV head share one sequence's context in decode attention (split-KV); 1: no split.
 
     Fewer for more ``sequences``, which keep a card busy unsplit and would need more counters than there are
-    (``launch.MAX_TILE_COUNTERS``). ``resident``: programs that few multiprocessors run at once, or None with
-    many multiprocessors, for which a plan counts memory: few never take more. With ``resident``, up to eight
-    sequences have at most so many programs, or the fewest rounds of them that are three quarters full at a
-    power of two; those up to the next power of two have the same, as a kernel is compiled for each. Swept on
-    an H200 and on 30 of its multiprocessors with 300 to 3,000 tokens (docs/log.md).
+    (``launch.MAX_TILE_COUNTERS``). ``resident``: programs that a card of few multiprocessors runs at once;
+    None for one of many. A plan counts the memory of many, as few never take more.
+
+    With ``resident``, up to ``MOST_IN_SMALL_TILES`` sequences have programs for one round, or for the fewest
+    rounds that are three quarters full. Their number is rounded up to a power of two first, as each number of
+    splits is a kernel to compile. Swept on an H200 and on 30 of its multiprocessors with 300 to 3,000 tokens
+    (docs/log.md).
     """
     few_heads = kv_heads <= _FEW_KV_HEADS
     if sequences > 256:
@@ -272,7 +275,7 @@ def num_decode_splits(sequences: int, kv_heads: int, resident: int | None = None
     most = 2 * splits if few_heads and sequences <= 16 else splits
     if resident is None:
         return most
-    if sequences > 8:
+    if sequences > MOST_IN_SMALL_TILES:
         return 4
     if sequences == 1:
         most = 12 if few_heads else 10

@@ -129,7 +129,6 @@ def prompt_seconds(
     passes = -(-prompt // chunk)
     rows = min(prompt, chunk)
     narrow, spared = 0, 0.0  # weights to dequantize, and those whose products cuBLAS spares
-    asks_more = False  # of the host: to dequantize, or to quantize rows
     for matrix, count in model.text_matrices:
         weights = matrix.num_weights * count
         if matrix.form == FP8 and not model.gguf_type and gpu.compute_capability == (9, 0):
@@ -139,11 +138,12 @@ def prompt_seconds(
             spared += weights * (1 - FP8_BY_CUBLAS.value) * by_cublas
         elif matrix.form != BF16 or model.gguf_type:
             narrow += weights
-        asks_more |= matrix.form != BF16 or bool(model.gguf_type)
     layer_weights = model.num_weights_per_token - model.head.num_weights
     computing = 2.0 * (layer_weights - spared) * prompt / (rate * TEXT_SHARE.value)
     computing += passes * narrow * DEQUANTIZE_CYCLES.value / _cycles(gpu)
     layers = passes * model.text.num_hidden_layers
+    # Rows are quantized where weights are not dequantized: both ask the host for more kernels.
+    asks_more = bool(model.gguf_type) or any(matrix.form != BF16 for matrix, _ in model.text_matrices)
     asking = layers * _host_seconds(constants, dequantizes=asks_more)
     text = max(computing + layers * PASS_CYCLES.value / _clock(gpu), asking)
     return PromptSeconds(text, tower_work(model.vision, image_tokens) / (rate * TOWER_SHARE.value))
