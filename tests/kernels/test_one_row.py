@@ -326,7 +326,7 @@ def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNam
     expected = hidden.double() + x.double() @ wide(weights).T
     residual = ResidualEpilogue(hidden, norm, 0.5)
     form = form_of(x, weights)
-    rows = residual.allocate_prenorm(form.tiles.outputs)
+    rows = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
     launch_row(x, weights, None, hidden, form, residual=residual, prenorm=rows)
     assert relative_error(hidden, expected) < 4e-3
     assert relative_error(rows.square_sums.sum(), hidden.double().square().sum()) < 1e-4

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vlfit.kernels.launch import cache_launches
 from vlfit.kernels.primitives import BF16_ONE, fp8_to_float, kv_scale_to_float, pdl_sync, quantize_kv_rows
-from vlfit.kernels.rows.row_kernels import load_norm_rope
+from vlfit.kernels.rows.row_kernels import load_rope_tables, load_with_partners, norm_rope
 
 MIN_SCORE = tl.constexpr(-1e30)  # below any real score
 
@@ -80,8 +80,9 @@ def paged_decode_kernel(
     REPEATS: tl.constexpr = BLOCK_H // MERGE_BLOCK_H
     offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
-    # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values can be loaded
-    # while it runs.
+    # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values, weights of the
+    # norm and RoPE's tables can be loaded while it runs. After it all that is still to come is asked for at
+    # once: each wait for memory that follows another is a microsecond of every layer.
     past = tl.load(query_spans + seq * 3 + 2)
     slot = tl.load(slot_mapping + seq).to(tl.int64)
     if WINDOW:  # a row that stores its own token counts it as part of the window
@@ -101,44 +102,30 @@ def paged_decode_kernel(
     v = tl.load(v_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
     k_scale = load_kv_scales(k_scales, kv_row, offs_t < t_end, FP8_KV)
     v_scale = load_kv_scales(v_scales, kv_row, offs_t < t_end, FP8_KV)
-    pdl_sync(USE_PDL)
     mask = (offs_h < GROUP_SIZE) & dim_mask
-    qkv_row = qkv + seq.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM + offs_d
-    norm_ptrs = qk_norm_weight + offs_d
-    rope_offs = seq * ROTARY_DIM + offs_d
     first_head = kv_head * GROUP_SIZE
-    q = load_norm_rope(
-        qkv_row + (first_head + offs_h) * HEAD_DIM,
-        norm_ptrs + (first_head + offs_h) * HEAD_DIM,
-        cos + rope_offs,
-        sin + rope_offs,
-        offs_d,
-        mask,
-        eps,
-        HEAD_DIM,
-        ROTARY_DIM,
-        HAS_QK_NORM,
-    )
+    head_offs = (first_head + offs_h) * HEAD_DIM + offs_d
+    key_offs = (NUM_HEADS + kv_head) * HEAD_DIM + offs_d
+    has_new = (split == NUM_SPLITS - 1) & (slot >= 0)
+    new_mask = dim_mask & has_new
+    weights = load_with_partners(qk_norm_weight + head_offs, offs_d, mask, ROTARY_DIM, HAS_QK_NORM)
+    key_weights = load_with_partners(qk_norm_weight + key_offs, offs_d, new_mask, ROTARY_DIM, HAS_QK_NORM)
+    rope_offs = seq * ROTARY_DIM + offs_d
+    tables = load_rope_tables(cos + rope_offs, sin + rope_offs, offs_d, ROTARY_DIM)
+    pdl_sync(USE_PDL)
+    qkv_row = qkv + seq.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
+    heads = load_with_partners(qkv_row + head_offs, offs_d, mask, ROTARY_DIM, True)
+    new_key = load_with_partners(qkv_row + key_offs, offs_d, new_mask, ROTARY_DIM, True)
+    new_v = tl.load(qkv_row + NUM_KV_HEADS * HEAD_DIM + key_offs, mask=new_mask, other=0.0)
+    q = norm_rope(heads, weights, tables, eps, HEAD_DIM, HAS_QK_NORM)
     if FP8_KV and q.dtype != tl.float32:
         q = q.to(tl.float16)  # the dtype of dequantized codes
     q = tl.reshape(tl.broadcast_to(q[:, None, :], (MERGE_BLOCK_H, REPEATS, BLOCK_D)), (BLOCK_H, BLOCK_D))
     row_max = tl.full((BLOCK_H,), MIN_SCORE, tl.float32)
     row_sum = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
-    if (split == NUM_SPLITS - 1) & (slot >= 0):
-        new_k = load_norm_rope(
-            qkv_row + (NUM_HEADS + kv_head) * HEAD_DIM,
-            norm_ptrs + (NUM_HEADS + kv_head) * HEAD_DIM,
-            cos + rope_offs,
-            sin + rope_offs,
-            offs_d,
-            dim_mask,
-            eps,
-            HEAD_DIM,
-            ROTARY_DIM,
-            HAS_QK_NORM,
-        )
-        new_v = tl.load(qkv_row + (NUM_HEADS + NUM_KV_HEADS + kv_head) * HEAD_DIM, mask=dim_mask, other=0.0)
+    if has_new:
+        new_k = norm_rope(new_key, key_weights, tables, eps, HEAD_DIM, HAS_QK_NORM)
         new_row = slot * NUM_KV_HEADS + kv_head
         new_offs = new_row * HEAD_DIM + offs_d
         if FP8_KV:  # the new token sees itself quantized, as later tokens will

@@ -109,7 +109,7 @@ def dense_linear_add(
     """
     form = None if tiles or splits else dense_row_form(x, weight, bias)
     if form is not None:
-        prenorm = residual.allocate_prenorm(form.tiles.outputs)
+        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
         launch_row(x, weight, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
         return prenorm
     tiles = tiles or dense_tiles(x.dtype)

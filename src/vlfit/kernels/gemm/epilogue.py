@@ -19,7 +19,7 @@ from vlfit.kernels.launch import next_power_of_2
 class PreNormRows:
     """Rows times an RMSNorm's weight, but not yet divided by their root mean square.
 
-    ``rows`` [num_rows, width]. ``square_sums`` [num_rows, tiles] float32: partial sums of squares of the rows
+    ``rows`` [num_rows, width]. ``square_sums`` [num_rows, n] float32: partial sums of squares of the rows
     before they were multiplied by the weight. ``eps``: the norm's.
     """
 
@@ -39,10 +39,13 @@ class ResidualEpilogue:
     norm_weight: Tensor
     eps: float
 
-    def allocate_prenorm(self, block_n: int) -> PreNormRows:
-        """Uninitialized ``PreNormRows``, for a GEMM with tiles of ``block_n`` outputs to fill."""
+    def allocate_prenorm(self, block_n: int, tile_sums: int = 1) -> PreNormRows:
+        """Uninitialized ``PreNormRows``, for a GEMM with tiles of ``block_n`` outputs to fill.
+
+        ``tile_sums``: partial sums of squares of each tile.
+        """
         rows, width = self.hidden.shape
-        shape = (rows, -(-width // block_n))
+        shape = (rows, -(-width // block_n) * tile_sums)
         square_sums = torch.empty(shape, dtype=torch.float32, device=self.hidden.device)
         return PreNormRows(torch.empty_like(self.hidden), square_sums, self.eps)
 

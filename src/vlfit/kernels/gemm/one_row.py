@@ -61,7 +61,12 @@ class RowTiles(KernelConstant):
     @property
     def outputs(self) -> int:
         """Outputs of a tile."""
-        return 2 * self.lane_outputs * self.warps // self.warps_k
+        return 2 * self.lane_outputs * self.sums
+
+    @property
+    def sums(self) -> int:
+        """Sums of squares of a tile: one for each warp that has outputs of its own."""
+        return self.warps // self.warps_k
 
 
 def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int) -> RowTiles:

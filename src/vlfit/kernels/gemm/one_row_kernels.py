@@ -184,7 +184,9 @@ def multiply_row(
 ):
     """Compute tiles ``first``, ``first + stride``, ... of the outputs. Arguments as in ``one_row_kernel``.
 
-    While the last steps of a tile are multiplied, the first ones of the next are loaded.
+    While the last steps of a tile are multiplied, the first ones of the next are loaded. What does not depend
+    on the previous kernel is asked for before it has ended, and the rest all at once: each wait for memory
+    that follows another is a microsecond of every step.
     """
     # A step is 16 lanes by ``warps_k`` warps, of ``lane_inputs`` each, of ``tiles.lane_outputs`` outputs.
     WARPS: gl.constexpr = gl.num_warps()
@@ -198,21 +200,25 @@ def multiply_row(
     for i in gl.static_range(AHEAD):
         weights = load_weights(codes, scales, zeros, row, i, FORM, LAYOUT)
         ahead = ahead + (weights,)  # noqa: RUF005  Triton reads no star
+    constants = load_constants(scales, bias, norm_weight, offs_n, N, FORM, ADD_RESIDUAL)
     if USE_PDL:  # weights are there before the previous kernel has ended
         gl.inline_asm_elementwise("griddepcontrol.wait; // $0", "=r", [], gl.int32, is_pure=False, pack=1)
         gl.inline_asm_elementwise(
             "griddepcontrol.launch_dependents; // $0", "=r", [], gl.int32, is_pure=False, pack=1
         )
+    residual = load_residual(out, offs_n, N, ADD_RESIDUAL)
     norm = 1.0
+    norm_sums = norm
     if PRENORM:
         SUM_LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
         offs = gl.arange(0, BLOCK_SUMS, layout=SUM_LAYOUT)
         norm_sums = gl.load(square_sums + offs, mask=offs < num_sums, other=0.0)
-        norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
     if FORM.floats:  # noqa: SIM108  each has its own tensors
         inputs = spread_row(x, FORM, WARPS)
     else:
         inputs = quantize_row(x, FORM, 16 * WARPS_K, WARPS)
+    if PRENORM:  # the sums have come with the row
+        norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
     barrier()  # here, or there would be one in each step
     if ONE_TILE:
         multiply_tile(
@@ -228,15 +234,16 @@ def multiply_row(
             first,
             inputs,
             norm,
-            ahead,
+            (ahead, constants, residual),
             FORM,
             SWIGLU,
             ADD_RESIDUAL,
             None,
         )
     else:
+        loaded = (ahead, constants, residual)
         for tile in range(first, num_tiles(N, BLOCK_N, SWIGLU), stride):
-            ahead = multiply_tile(
+            loaded = multiply_tile(
                 codes,
                 scales,
                 zeros,
@@ -249,7 +256,7 @@ def multiply_row(
                 tile,
                 inputs,
                 norm,
-                ahead,
+                loaded,
                 FORM,
                 SWIGLU,
                 ADD_RESIDUAL,
@@ -271,16 +278,17 @@ def multiply_tile(
     tile,
     inputs,
     norm,
-    ahead,
+    loaded,
     FORM: gl.constexpr,
     SWIGLU: gl.constexpr,
     ADD_RESIDUAL: gl.constexpr,
     next_tile,
 ):
-    """Compute ``tile``, whose first steps are loaded in ``ahead``; returns those of ``next_tile``.
+    """Compute ``tile``; returns what is loaded of ``next_tile``.
 
-    ``inputs``: the row as ``step_product`` takes it. ``norm``: factor of all products. ``next_tile``: None,
-    or beyond the outputs, if there is none.
+    ``loaded`` of ``tile``: weights of its first steps, ``load_constants``, ``load_residual``. ``inputs``: the
+    row as ``step_product`` takes it. ``norm``: factor of all products. ``next_tile``: None, or beyond the
+    outputs, if there is none.
     """
     WARPS: gl.constexpr = gl.num_warps()
     WARPS_K: gl.constexpr = FORM.tiles.warps_k
@@ -293,12 +301,8 @@ def multiply_tile(
     TYPES: gl.constexpr = (out.dtype.element_ty, scales.dtype.element_ty)
     offs_n = output_indices(tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
     row = gl.where(offs_n < N, offs_n, 0)  # out of bounds: computed, and not stored
-    residual = gl.zeros([BLOCK_N], gl.float32, ROW_LAYOUT)
-    if ADD_RESIDUAL:
-        residual = gl.load(out + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
-    factor = gl.full([BLOCK_N], norm, gl.float32, ROW_LAYOUT)
-    if FORM.one_scale:
-        factor *= gl.load(scales + row // FORM.weights.scale_n).to(gl.float32)
+    ahead, constants, residual = loaded
+    scale, addend, norm_scale = constants
     none = gl.zeros([BLOCK_N, 16 * WARPS_K], gl.float32, LAYOUT)
     acc = (none, none, none, none)  # type: Any
     for block in range(LAST // AHEAD):
@@ -318,16 +322,17 @@ def multiply_tile(
         next_offs = output_indices(next_tile, N, BLOCK_N, SWIGLU, ROW_LAYOUT)
         next_row = gl.where(next_offs < N, next_offs, 0)
         wanted = next_tile < num_tiles(N, BLOCK_N, SWIGLU)
+        constants = load_constants(scales, bias, norm_weight, next_offs, N, FORM, ADD_RESIDUAL, wanted)
+        next_residual = load_residual(out, next_offs, N, ADD_RESIDUAL, wanted)
         for i in gl.static_range(AHEAD):
             weights = load_weights(codes, scales, zeros, next_row, i, FORM, LAYOUT, wanted)
             acc = step_product(inputs, ahead[0], row, LAST + REST + i, acc, TYPES, FORM, LAYOUT)
             ahead = ahead[1:] + (weights,)  # noqa: RUF005
+        loaded = (ahead, constants, next_residual)
     total = acc[0]
     if FORM.floats:
         total = wanted_sums(acc, FORM, LAYOUT)
-    product = gl.sum(total, 1) * factor
-    if FORM.has_bias:
-        product += gl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(gl.float32)
+    product = gl.sum(total, 1) * (scale * norm) + addend
     rounded = product.to(out.dtype.element_ty)
     if SWIGLU:
         halves = gl.permute(gl.reshape(rounded, [2, BLOCK_N // 2]), [1, 0])
@@ -342,12 +347,51 @@ def multiply_tile(
         rounded = (residual + rounded.to(gl.float32)).to(rounded.dtype)
         gl.store(out + offs_n, rounded, mask=inside)
         value = gl.where(inside, rounded.to(gl.float32), 0.0)
-        norm_scale = gl.load(norm_weight + offs_n, mask=inside, other=0.0).to(gl.float32)
         gl.store(prenorm_out + offs_n, (value * norm_scale).to(rounded.dtype), mask=inside)
-        gl.store(square_sums + tile, gl.sum(value * value, 0))
+        # One sum for each warp's outputs: what lanes of others have would cost two barriers.
+        WARPS_N: gl.constexpr = WARPS // WARPS_K
+        squares = gl.reshape(value * value, [BLOCK_N // (2 * WARPS_N), WARPS_N, 2])
+        sums = gl.sum(gl.sum(squares, 2), 0)
+        warp = gl.arange(0, WARPS_N, layout=sums.type.layout)
+        gl.store(square_sums + tile * WARPS_N + warp, sums)
     else:
         gl.store(out + offs_n, rounded, mask=offs_n < N)
-    return ahead
+    return loaded
+
+
+@gluon.jit
+def load_constants(
+    scales, bias, norm_weight, offs_n, N, FORM: gl.constexpr, ADD_RESIDUAL: gl.constexpr, wanted=None
+):
+    """Scale, bias and weight of the norm of outputs ``offs_n``: three of [BLOCK_N] float32.
+
+    Each is 1 or 0 where there is none. ``wanted``: as in ``load_weights``.
+    """
+    inside = offs_n < N
+    if wanted is not None:
+        inside = inside & wanted
+    scale = gl.full(offs_n.shape, 1.0, gl.float32, offs_n.type.layout)
+    if FORM.one_scale:
+        scale = gl.load(scales + offs_n // FORM.weights.scale_n, mask=inside, other=0.0).to(gl.float32)
+    addend = gl.full(offs_n.shape, 0.0, gl.float32, offs_n.type.layout)
+    if FORM.has_bias:
+        addend = gl.load(bias + offs_n, mask=inside, other=0.0).to(gl.float32)
+    norm_scale = gl.full(offs_n.shape, 0.0, gl.float32, offs_n.type.layout)
+    if ADD_RESIDUAL:
+        norm_scale = gl.load(norm_weight + offs_n, mask=inside, other=0.0).to(gl.float32)
+    return scale, addend, norm_scale
+
+
+@gluon.jit
+def load_residual(out, offs_n, N, ADD_RESIDUAL: gl.constexpr, wanted=None):
+    """What the products of outputs ``offs_n`` are added to: [BLOCK_N] float32, zeros without."""
+    residual = gl.full(offs_n.shape, 0.0, gl.float32, offs_n.type.layout)
+    if ADD_RESIDUAL:
+        inside = offs_n < N
+        if wanted is not None:
+            inside = inside & wanted
+        residual = gl.load(out + offs_n, mask=inside, other=0.0).to(gl.float32)
+    return residual
 
 
 @gluon.jit

@@ -139,7 +139,7 @@ def quantized_linear_add(
     """
     form = None if tiles or splits else row_form(x, weights, bias)
     if form is not None:
-        prenorm = residual.allocate_prenorm(form.tiles.outputs)
+        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
         launch_row(x, weights, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
         return prenorm
     tiles = tiles or tiles_for(len(x), weights, x.dtype)

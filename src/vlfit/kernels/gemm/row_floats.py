@@ -66,9 +66,11 @@ def spread_row(x, FORM: gl.constexpr, WARPS: gl.constexpr):
         gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * SIZE
         + gl.arange(0, SIZE, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     )
+    following = gl.load(x + offs, mask=offs < K, other=0.0)
     for i in range(ROUNDS):
-        at = i * (PARALLEL * SIZE) + offs
-        value = gl.load(x + at, mask=at < K, other=0.0)
+        value = following
+        at = (i + 1) * (PARALLEL * SIZE) + offs
+        following = gl.load(x + at, mask=at < K, other=0.0)
         if FORM.weights.format == "fp8":
             wide = value.to(gl.float32)
             up, factor = power_of_two_scales(wide, 0)

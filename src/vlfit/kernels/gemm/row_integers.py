@@ -111,9 +111,11 @@ def quantize_row(x, FORM: gl.constexpr, GROUPS: gl.constexpr, WARPS: gl.constexp
         gl.arange(0, PARALLEL, layout=gl.SliceLayout(1, LAYOUT))[:, None] * 32
         + gl.arange(0, 32, layout=gl.SliceLayout(0, LAYOUT))[None, :]
     )
+    following = gl.load(x + offs, mask=offs < K, other=0.0)
     for i in range(ROUNDS):
-        at = i * (PARALLEL * 32) + offs
-        value = gl.load(x + at, mask=at < K, other=0.0).to(gl.float32)
+        value = following.to(gl.float32)
+        at = (i + 1) * (PARALLEL * 32) + offs
+        following = gl.load(x + at, mask=at < K, other=0.0)
         up, factor = power_of_two_scales(value, FORM.shift)
         if FORM.negated:
             factor = -factor

@@ -147,23 +147,56 @@ def load_norm_rope(
     point to the elements and their norm weights, ``cos_ptrs`` and ``sin_ptrs`` [1, dim] to the row's RoPE
     tables (``rope_cos_sin_kernel``). ``offs_d`` [1, dim]: index of each element in its head.
     """
+    weights = load_with_partners(norm_ptrs, offs_d, mask, ROTARY_DIM, HAS_NORM)
+    tables = load_rope_tables(cos_ptrs, sin_ptrs, offs_d, ROTARY_DIM)
+    heads = load_with_partners(x_ptrs, offs_d, mask, ROTARY_DIM, True)
+    return norm_rope(heads, weights, tables, eps, HEAD_DIM, HAS_NORM)
+
+
+@triton.jit
+def load_with_partners(pointers, offs_d, mask, ROTARY_DIM: tl.constexpr, WANTED: tl.constexpr):
+    """Load [heads, dim] elements, and for each the one that RoPE rotates with it; itself if there is none.
+
+    Not ``WANTED``: nothing is loaded, and ``mask`` stands in for both.
+    """
     HALF: tl.constexpr = ROTARY_DIM // 2
+    if WANTED:
+        to_partner = tl.where(offs_d < ROTARY_DIM, tl.where(offs_d < HALF, HALF, -HALF), 0)
+        elements = tl.load(pointers, mask=mask, other=0.0)
+        partners = tl.load(pointers + to_partner, mask=mask, other=0.0)
+    else:
+        elements = mask
+        partners = mask
+    return elements, partners
+
+
+@triton.jit
+def load_rope_tables(cos_ptrs, sin_ptrs, offs_d, ROTARY_DIM: tl.constexpr):
+    """Cosines and sines [1, dim] of one row; 1 and 0 beyond ``ROTARY_DIM``."""
     is_rotary = offs_d < ROTARY_DIM
-    to_partner = tl.where(is_rotary, tl.where(offs_d < HALF, HALF, -HALF), 0)
-    x = tl.load(x_ptrs, mask=mask, other=0.0)
-    partner = tl.load(x_ptrs + to_partner, mask=mask, other=0.0)
+    cos = tl.load(cos_ptrs, mask=is_rotary, other=1.0)
+    sin = tl.load(sin_ptrs, mask=is_rotary, other=0.0)
+    return cos, sin
+
+
+@triton.jit
+def norm_rope(heads, weights, tables, eps, HEAD_DIM: tl.constexpr, HAS_NORM: tl.constexpr):
+    """RMSNorm if ``HAS_NORM``, and RoPE, of ``heads`` [heads, dim].
+
+    ``heads`` and ``weights`` of the norm: from ``load_with_partners``; ``tables``: from
+    ``load_rope_tables``.
+    """
+    x, partner = heads
     if HAS_NORM:
+        w, w_partner = weights
         x_f32 = x.to(tl.float32)
         rms = tl.rsqrt(tl.sum(x_f32 * x_f32, 1) * (1.0 / HEAD_DIM) + eps)[:, None]
-        w = tl.load(norm_ptrs, mask=mask, other=0.0).to(tl.float32)
-        w_partner = tl.load(norm_ptrs + to_partner, mask=mask, other=0.0).to(tl.float32)
-        x = ((x_f32 * rms).to(x.dtype).to(tl.float32) * w).to(x.dtype)
-        partner = (partner.to(tl.float32) * rms).to(x.dtype).to(tl.float32) * w_partner
+        x = ((x_f32 * rms).to(x.dtype).to(tl.float32) * w.to(tl.float32)).to(x.dtype)
+        partner = (partner.to(tl.float32) * rms).to(x.dtype).to(tl.float32) * w_partner.to(tl.float32)
         partner = partner.to(x.dtype)
-    cos = tl.load(cos_ptrs, mask=is_rotary, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptrs, mask=is_rotary, other=0.0).to(tl.float32)
-    x_cos = (x.to(tl.float32) * cos).to(x.dtype).to(tl.float32)
-    return (x_cos + partner.to(tl.float32) * sin).to(x.dtype)
+    cos, sin = tables
+    x_cos = (x.to(tl.float32) * cos.to(tl.float32)).to(x.dtype).to(tl.float32)
+    return (x_cos + partner.to(tl.float32) * sin.to(tl.float32)).to(x.dtype)
 
 
 @cache_launches
