@@ -62,7 +62,8 @@ def paged_decode_kernel(
     """``out`` [seqs, NUM_HEADS, HEAD_DIM]: softmax(q @ k.T) @ v over past and new token.
 
     Grid: (seqs, NUM_KV_HEADS, NUM_SPLITS). One program computes the ``GROUP_SIZE`` query heads of a KV head
-    over its share of the context, ``BLOCK_T`` tokens at a time. The last split also has the new token.
+    over every ``NUM_SPLITS``-th tile of ``BLOCK_T`` tokens of the context. The last split, which has no more
+    tiles than any other, also has the new token.
 
     ``qkv`` [seqs, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; ``k_cache`` and ``v_cache`` [slots, NUM_KV_HEADS,
     HEAD_DIM], with ``FP8_KV`` as codes with ``k_scales`` and ``v_scales`` [slots, NUM_KV_HEADS]
@@ -85,23 +86,19 @@ def paged_decode_kernel(
     # once: each wait for memory that follows another is a microsecond of every layer.
     past = tl.load(query_spans + seq * 3 + 2)
     slot = tl.load(slot_mapping + seq).to(tl.int64)
+    t_begin = split * BLOCK_T
     if WINDOW:  # a row that stores its own token counts it as part of the window
-        oldest = tl.maximum(past - WINDOW + (slot >= 0).to(tl.int32), 0)
-        tokens_per_split = tl.cdiv(tl.cdiv(past - oldest, NUM_SPLITS), BLOCK_T) * BLOCK_T
-        t_begin = oldest + split * tokens_per_split
-    else:
-        tokens_per_split = tl.cdiv(tl.cdiv(past, NUM_SPLITS), BLOCK_T) * BLOCK_T
-        t_begin = split * tokens_per_split
-    t_end = tl.minimum(t_begin + tokens_per_split, past)
+        t_begin += tl.maximum(past - WINDOW + (slot >= 0).to(tl.int32), 0)
     block_table = block_tables + seq * stride_table
     offs_t = t_begin + tl.arange(0, BLOCK_T)
-    kv_row = kv_rows(block_table, offs_t, t_end, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    # Not up to ``past``: without a window the blocks' numbers are asked for together with it.
+    kv_row = kv_rows(block_table, offs_t, stride_table * BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
     offs = kv_row[:, None] * HEAD_DIM + offs_d
     dim_mask = offs_d < HEAD_DIM
-    k = tl.load(k_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
-    v = tl.load(v_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
-    k_scale = load_kv_scales(k_scales, kv_row, offs_t < t_end, FP8_KV)
-    v_scale = load_kv_scales(v_scales, kv_row, offs_t < t_end, FP8_KV)
+    k = tl.load(k_cache + offs, mask=(offs_t[:, None] < past) & dim_mask, other=0)
+    v = tl.load(v_cache + offs, mask=(offs_t[:, None] < past) & dim_mask, other=0)
+    k_scale = load_kv_scales(k_scales, kv_row, offs_t < past, FP8_KV)
+    v_scale = load_kv_scales(v_scales, kv_row, offs_t < past, FP8_KV)
     mask = (offs_h < GROUP_SIZE) & dim_mask
     first_head = kv_head * GROUP_SIZE
     head_offs = (first_head + offs_h) * HEAD_DIM + offs_d
@@ -151,14 +148,15 @@ def paged_decode_kernel(
             row_sum += tl.exp2(-v_scale_log2)
         else:
             row_sum += 1.0
-    if t_begin < t_end:
+    STRIDE: tl.constexpr = NUM_SPLITS * BLOCK_T
+    if t_begin < past:
         row_max, row_sum, acc = online_softmax_step(
             q,
             k,
             v,
             k_scale,
             v_scale,
-            offs_t < t_end,
+            offs_t < past,
             row_max,
             row_sum,
             acc,
@@ -167,20 +165,20 @@ def paged_decode_kernel(
             NATIVE_FP8,
             INLINE_PTX,
         )
-    if t_begin + BLOCK_T < t_end:  # an empty loop would still cost its pipeline's prologue
-        for t_start in range(t_begin + BLOCK_T, t_end, BLOCK_T):
+    if t_begin + STRIDE < past:  # an empty loop would still cost its pipeline's prologue
+        for t_start in range(t_begin + STRIDE, past, STRIDE):
             offs_t = t_start + tl.arange(0, BLOCK_T)
-            kv_row = kv_rows(block_table, offs_t, t_end, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+            kv_row = kv_rows(block_table, offs_t, past, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
             offs = kv_row[:, None] * HEAD_DIM + offs_d
-            k = tl.load(k_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
-            v = tl.load(v_cache + offs, mask=(offs_t[:, None] < t_end) & dim_mask, other=0)
+            k = tl.load(k_cache + offs, mask=(offs_t[:, None] < past) & dim_mask, other=0)
+            v = tl.load(v_cache + offs, mask=(offs_t[:, None] < past) & dim_mask, other=0)
             row_max, row_sum, acc = online_softmax_step(
                 q,
                 k,
                 v,
-                load_kv_scales(k_scales, kv_row, offs_t < t_end, FP8_KV),
-                load_kv_scales(v_scales, kv_row, offs_t < t_end, FP8_KV),
-                offs_t < t_end,
+                load_kv_scales(k_scales, kv_row, offs_t < past, FP8_KV),
+                load_kv_scales(v_scales, kv_row, offs_t < past, FP8_KV),
+                offs_t < past,
                 row_max,
                 row_sum,
                 acc,
