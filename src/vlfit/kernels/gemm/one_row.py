@@ -74,26 +74,30 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
 
     A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
     time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
-    meanwhile, and prepare the row once; 16 bits, which need few instructions, gain little by it. Swept with
-    the products of a layer of 4B (FP8: of 2B, too; 16 bits: of 2B) on an H200 and on 30 of its
-    multiprocessors (docs/log.md).
+    meanwhile, and prepare the row once; 16 bits, which need few instructions, gain more by small programs
+    that the card hands out as others end. Swept in whole steps of 4B (int4, FP8) and 2B (FP8, 16 bits) on an
+    H200 and on 30 of its multiprocessors (docs/log.md).
     """
     share = outputs / max(multiprocessors, 1)  # of each
     many = multiprocessors >= MANY_MULTIPROCESSORS
     if form.format == DENSE:
-        if inputs > 4096:
-            return RowTiles(8, 4 if many else 2, 2, 4, 2)
-        return RowTiles(16, 2, 2, 8, 1) if many else RowTiles(8, 1, 2, 8, 0)
-    if form.format == FP8:
-        if inputs > 8192:
-            return RowTiles(16, 2, 2, 8 if many else 4, 1)
-        if inputs > 4096:
-            return RowTiles(8, 4, 2, 4, 2)
-        if inputs > 3072:
-            return RowTiles(16, 2, 2, 8, 1) if many else RowTiles(8, 2, 2, 4, 2)
         if many:
+            return RowTiles(8, 4, 2, 4, 2) if inputs > 4096 else RowTiles(16, 2, 2, 8, 1)
+        if inputs > 8192:
+            return RowTiles(8, 2, 2, 4, 2)
+        return RowTiles(4, 1, 2, 8 if share < 128 else 4, 0)
+    if form.format == FP8:
+        if many and inputs > 3072:
+            return RowTiles(16, 4, 2, 4, 1) if 4096 < inputs <= 8192 else RowTiles(16, 2, 2, 8, 1)
+        if many:
+            if inputs <= 2048 and share >= 24:
+                return RowTiles(16, 1, 2, 4, 1) if share < 64 else RowTiles(4, 1, 4, 4, 4)
             return RowTiles(8, 1 if share < 64 else 2, 2, 8, 2)
-        return RowTiles(8, 1, 2, 8 if inputs <= 2048 else 4, 2)
+        if inputs > 3072:
+            return RowTiles(8, 2, 1, 8, 2) if inputs > 4096 else RowTiles(8, 2, 2, 4, 2)
+        if inputs > 2048 and share >= 256:
+            return RowTiles(8, 1, 2, 4, 2)
+        return RowTiles(4, 1, 2, 8, 3 if 96 <= share < 256 else 4)
     takes_more = form.two_level or form.codebook != ""  # instructions, for scales or codes
     if form.bits == 8 and not takes_more:
         if share < 32:
@@ -101,6 +105,8 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
         return RowTiles(16, 1, 2, 4, 1) if share < (192 if many else 64) else RowTiles(8, 1, 2, 2, 3)
     if share < 32 or (takes_more and inputs > 8192):
         return RowTiles(8, 2, 2, 4, 2) if inputs <= 8192 else RowTiles(16, 2, 2, 4, 1)
+    if inputs > 8192 and form.bits == 4 and not many:
+        return RowTiles(8, 2, 2, 4, 2)
     if share < 64:
         return RowTiles(16, 1, 2, 4, 1)
     if form.bits > 4:
@@ -109,7 +115,7 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
         return RowTiles(16, 1, 2, 2, 2)
     if not takes_more and share > 320:
         return RowTiles(8, 1, 4, 4, 2)
-    return RowTiles(8, 1, 2, 4, 3)
+    return RowTiles(8, 1, 2, 4 if takes_more else 2, 3)
 
 
 @dataclass(frozen=True, slots=True)

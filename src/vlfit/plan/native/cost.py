@@ -278,7 +278,7 @@ def num_decode_splits(sequences: int, kv_heads: int, resident: int | None = None
     if sequences > MOST_IN_SMALL_TILES:
         return 4
     if sequences == 1:
-        most = 12 if few_heads else 10
+        most = 12 if few_heads else 11
     contexts = (1 << (sequences - 1).bit_length()) * kv_heads
     for rounds in range(1, _MOST_ROUNDS + 1):
         splits = rounds * resident // contexts
