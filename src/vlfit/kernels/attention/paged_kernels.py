@@ -81,9 +81,9 @@ def paged_decode_kernel(
     REPEATS: tl.constexpr = BLOCK_H // MERGE_BLOCK_H
     offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
-    # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values, weights of the
-    # norm and RoPE's tables can be loaded while it runs. After it all that is still to come is asked for at
-    # once: each wait for memory that follows another is a microsecond of every layer.
+    # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values, weights of
+    # the norm and RoPE's tables can be loaded while it runs. After it all that is still to come is asked for
+    # at once: each wait for memory that follows another is a microsecond of every layer.
     past = tl.load(query_spans + seq * 3 + 2)
     slot = tl.load(slot_mapping + seq).to(tl.int64)
     t_begin = split * BLOCK_T
@@ -113,7 +113,7 @@ def paged_decode_kernel(
     qkv_row = qkv + seq.to(tl.int64) * (NUM_HEADS + 2 * NUM_KV_HEADS) * HEAD_DIM
     heads = load_with_partners(qkv_row + head_offs, offs_d, mask, ROTARY_DIM, True)
     new_key = load_with_partners(qkv_row + key_offs, offs_d, new_mask, ROTARY_DIM, True)
-    new_v = tl.load(qkv_row + NUM_KV_HEADS * HEAD_DIM + key_offs, mask=new_mask, other=0.0)
+    new_value = tl.load(qkv_row + NUM_KV_HEADS * HEAD_DIM + key_offs, mask=new_mask, other=0.0)
     q = norm_rope(heads, weights, tables, eps, HEAD_DIM, HAS_QK_NORM)
     if FP8_KV and q.dtype != tl.float32:
         q = q.to(tl.float16)  # the dtype of dequantized codes
@@ -122,7 +122,7 @@ def paged_decode_kernel(
     row_sum = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_D), tl.float32)
     if has_new:
-        new_k = norm_rope(new_key, key_weights, tables, eps, HEAD_DIM, HAS_QK_NORM)
+        new_k, new_v = norm_rope(new_key, key_weights, tables, eps, HEAD_DIM, HAS_QK_NORM), new_value
         new_row = slot * NUM_KV_HEADS + kv_head
         new_offs = new_row * HEAD_DIM + offs_d
         if FP8_KV:  # the new token sees itself quantized, as later tokens will

@@ -29,16 +29,16 @@ def add_rms_norm_kernel(
 
     Grid: (rows,). Without ``HAS_DELTA`` nothing is added.
     """
-    pdl_sync(USE_PDL)
     offs_col = tl.arange(0, BLOCK)
     offs = tl.program_id(0).to(tl.int64) * WIDTH + offs_col
     mask = offs_col < WIDTH
+    w = tl.load(weight + offs_col, mask=mask, other=0.0)  # before the wait: it is constant
+    pdl_sync(USE_PDL)
     x = tl.load(hidden + offs, mask=mask, other=0.0)
     if HAS_DELTA:
         total = x.to(tl.float32) + tl.load(delta + offs, mask=mask, other=0.0).to(tl.float32)
         x = total.to(x.dtype)
         tl.store(hidden + offs, x, mask=mask)
-    w = tl.load(weight + offs_col, mask=mask, other=0.0)
     tl.store(out + offs, rms_normalize(x, w, WIDTH, eps), mask=mask)
 
 
