@@ -3,6 +3,7 @@
 On a CPU the whole kernel runs in numpy (``gluon_on_cpu.py``), its PTX instruction by instruction.
 """
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -219,8 +220,8 @@ def test_fp8_and_16_bits_are_multiplied_as_floats(capability: tuple[int, int]) -
 
 def test_tiles_are_chosen_by_multiprocessors() -> None:
     form = row_form_of(int4(64, 512, 32))
-    assert row_tiles(form, 2560, 9728, 30).warps_k == 1
-    assert row_tiles(form, 2560, 9728, 132).warps_k == 2
+    assert row_tiles(form, 2560, 4096, 30).warps_k == 1
+    assert row_tiles(form, 2560, 4096, 132).warps_k == 2
 
 
 # --- the kernel, in numpy -----------------------------------------------------------------------------------
@@ -238,6 +239,9 @@ SOME_TILES = [
     RowTiles(8, 2, 2, 2, 0),
     RowTiles(8, 4, 2, 8, 2),
     RowTiles(16, 4, 2, 4, 1),
+    RowTiles(8, 2, 1, 8, 2),
+    RowTiles(4, 1, 2, 8, 3),
+    RowTiles(4, 1, 4, 4, 4),
 ]
 
 
@@ -285,6 +289,33 @@ def wide(weights: QuantizedWeight | Tensor) -> Tensor:
     return weights.double() if isinstance(weights, Tensor) else dequantized(weights)
 
 
+def on_meta(weights: QuantizedWeight | Tensor) -> QuantizedWeight | Tensor:
+    meta = torch.device("meta")
+    return weights.to(meta) if isinstance(weights, Tensor) else to_device(weights, meta)
+
+
+@pytest.mark.parametrize("name", [*TAKEN, *FLOATS])
+def test_a_gate_and_its_factor_are_in_one_lane(name: str) -> None:
+    """Else SwiGLU does not compile; whatever card and layer."""
+    weights = (TAKEN | FLOATS)[name](256, 2560)
+    with simulate_card(TargetCard((9, 0), "", 30)):
+        form = form_of(row_of(weights).to("meta"), on_meta(weights)).weights
+    for outputs, inputs in itertools.product((512, 4096, 27648), (1024, 2560, 5120, 12288, 32768)):
+        for multiprocessors in (0, 1, 20, 30, 60, 132):
+            assert row_tiles(form, outputs, inputs, multiprocessors, True).lane_outputs % 2 == 0
+
+
+def test_tiles_of_one_output_a_lane_refuse_swiglu() -> None:
+    with simulate_card(TargetCard((9, 0), "", 30)):
+        x = torch.empty(1, 512, dtype=torch.bfloat16, device="meta")
+        weights = on_meta(fp8(64, 512, (128, 128)))
+        assert isinstance(weights, QuantizedWeight)
+        form = row_form(x, weights, None, RowTiles(8, 2, 1, 8, 2))
+        assert form is not None
+        with pytest.raises(ValueError, match="SwiGLU"):
+            launch_row(x, weights, None, x[:, :32], form, swiglu=True)
+
+
 def multiplied(x: Tensor, weights: QuantizedWeight | Tensor, bias: Tensor | None = None) -> Tensor:
     """What the kernel computes; an output that no program stores is NaN."""
     outputs = len(weights) if isinstance(weights, Tensor) else weights.out_features
@@ -326,7 +357,7 @@ def test_what_is_fused_to_it(name: str, multiprocessors: int, kernels: SimpleNam
     expected = hidden.double() + x.double() @ wide(weights).T
     residual = ResidualEpilogue(hidden, norm, 0.5)
     form = form_of(x, weights)
-    rows = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
+    rows = residual.allocate_prenorm(form.tiles.outputs, form.tiles.warps_n)
     launch_row(x, weights, None, hidden, form, residual=residual, prenorm=rows)
     assert relative_error(hidden, expected) < 4e-3
     assert relative_error(rows.square_sums.sum(), hidden.double().square().sum()) < 1e-4
@@ -424,6 +455,10 @@ ALL_TILES = [
     RowTiles(8, 4, 2, 2, 3),
     RowTiles(16, 1, 2, 4, 1),
     RowTiles(16, 4, 2, 4, 1),
+    RowTiles(8, 2, 1, 8, 2),
+    RowTiles(4, 1, 2, 8, 3),
+    RowTiles(4, 1, 4, 4, 4),
+    RowTiles(4, 1, 2, 4, 0),
 ]
 
 

@@ -209,6 +209,7 @@ def _launch_decode(
         out,
         qkv.eps,
         metadata.block_tables.stride(0),
+        metadata.block_tables.shape[1],
         **_kernel_constants(heads, k_cache, metadata, window),
         ROTARY_DIM=qkv.cos.shape[-1],
         HAS_QK_NORM=qkv.norm_weight is not None,

@@ -22,7 +22,7 @@ MIN_SCORE = tl.constexpr(-1e30)  # below any real score
 
 
 @cache_launches
-@triton.jit(do_not_specialize=["block_tables", "query_spans", "stride_table"])
+@triton.jit(do_not_specialize=["block_tables", "query_spans", "stride_table", "num_blocks"])
 def paged_decode_kernel(
     qkv,
     qk_norm_weight,
@@ -41,6 +41,7 @@ def paged_decode_kernel(
     out,
     eps,
     stride_table,
+    num_blocks,
     NUM_KV_HEADS: tl.constexpr,
     GROUP_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -62,12 +63,13 @@ def paged_decode_kernel(
     """``out`` [seqs, NUM_HEADS, HEAD_DIM]: softmax(q @ k.T) @ v over past and new token.
 
     Grid: (seqs, NUM_KV_HEADS, NUM_SPLITS). One program computes the ``GROUP_SIZE`` query heads of a KV head
-    over every ``NUM_SPLITS``-th tile of ``BLOCK_T`` tokens of the context. The last split, which has no more
-    tiles than any other, also has the new token.
+    over tiles ``split``, ``split + NUM_SPLITS``, ... of the context, ``BLOCK_T`` tokens each. The last split,
+    which has no more tiles than any other, also has the new token.
 
     ``qkv`` [seqs, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM]; ``k_cache`` and ``v_cache`` [slots, NUM_KV_HEADS,
     HEAD_DIM], with ``FP8_KV`` as codes with ``k_scales`` and ``v_scales`` [slots, NUM_KV_HEADS]
-    (``primitives.py``). ``query_spans`` [seqs, 3]: row, new tokens (1) and past of each sequence.
+    (``primitives.py``). ``block_tables`` [seqs, num_blocks]; ``query_spans`` [seqs, 3]: row, new tokens (1)
+    and past of each sequence.
     ``SCALE_LOG2``: softmax scale times log2(e), for exp2. ``WINDOW``: sliding window in tokens, or 0. With
     ``NUM_SPLITS`` > 1 float32 ``partial_out`` [seqs, NUM_HEADS, NUM_SPLITS, HEAD_DIM] and ``partial_stats``
     [seqs, NUM_HEADS, NUM_SPLITS, 2] (maximum and sum of weights); ``counters`` per sequence and KV head, zero
@@ -82,8 +84,8 @@ def paged_decode_kernel(
     offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values, weights of
-    # the norm and RoPE's tables can be loaded while it runs. After it all that is still to come is asked for
-    # at once: each wait for memory that follows another is a microsecond of every layer.
+    # the norm and RoPE's tables can be loaded while it runs. After it all loads are issued before one is used,
+    # so that nothing waits for memory twice.
     past = tl.load(query_spans + seq * 3 + 2)
     slot = tl.load(slot_mapping + seq).to(tl.int64)
     t_begin = split * BLOCK_T
@@ -92,7 +94,7 @@ def paged_decode_kernel(
     block_table = block_tables + seq * stride_table
     offs_t = t_begin + tl.arange(0, BLOCK_T)
     # Not up to ``past``: without a window the blocks' numbers are asked for together with it.
-    kv_row = kv_rows(block_table, offs_t, stride_table * BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
+    kv_row = kv_rows(block_table, offs_t, num_blocks * BLOCK_SIZE, kv_head, NUM_KV_HEADS, BLOCK_SIZE)
     offs = kv_row[:, None] * HEAD_DIM + offs_d
     dim_mask = offs_d < HEAD_DIM
     k = tl.load(k_cache + offs, mask=(offs_t[:, None] < past) & dim_mask, other=0)

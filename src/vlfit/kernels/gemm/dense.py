@@ -86,7 +86,7 @@ def dense_linear(
     out_width = len(weight) // 2 if swiglu else len(weight)
     if out is None:
         out = torch.empty((len(rows), out_width), dtype=rows.dtype, device=rows.device)
-    form = None if tiles or splits else dense_row_form(rows, weight, bias)
+    form = None if tiles or splits else dense_row_form(rows, weight, bias, swiglu=swiglu)
     if form is not None:
         launch_row(x, weight, bias, out, form, swiglu=swiglu)
         return out
@@ -109,7 +109,7 @@ def dense_linear_add(
     """
     form = None if tiles or splits else dense_row_form(x, weight, bias)
     if form is not None:
-        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
+        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.warps_n)
         launch_row(x, weight, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
         return prenorm
     tiles = tiles or dense_tiles(x.dtype)

@@ -1,9 +1,9 @@
 """Residual add and RMSNorm fused into the epilogue of one GEMM and the prologue of the next.
 
 The GEMM that ends half a layer (attention output, down projection) adds its result to the residual stream. It
-also writes the sum times the next norm's weight (``PreNormRows``), and partial sums of squares, one per tile
-of outputs. The next GEMM reads those rows and scales its sums by the norm's factor, which is the same for all
-inputs of a row. This rounds once less than a separate norm.
+also writes the sum times the next norm's weight (``PreNormRows``), and partial sums of squares, one or more
+per tile of outputs. The next GEMM reads those rows and scales its sums by the norm's factor, which is the
+same for all inputs of a row. This rounds once less than a separate norm.
 """
 
 from dataclasses import dataclass

@@ -61,22 +61,25 @@ class RowTiles(KernelConstant):
     @property
     def outputs(self) -> int:
         """Outputs of a tile."""
-        return 2 * self.lane_outputs * self.sums
+        return 2 * self.lane_outputs * self.warps_n
 
     @property
-    def sums(self) -> int:
-        """Sums of squares of a tile: one for each warp that has outputs of its own."""
+    def warps_n(self) -> int:
+        """Warps with outputs of their own, which each store a sum of squares."""
         return self.warps // self.warps_k
 
 
-def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int) -> RowTiles:
+def row_tiles(
+    form: WeightForm, outputs: int, inputs: int, multiprocessors: int, swiglu: bool = False
+) -> RowTiles:
     """Tiles for one row by a matrix [outputs, inputs] on a card of as many ``multiprocessors``.
 
-    A step takes as long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
+    ``swiglu``: the epilogue applies it, which needs a gate and its factor in one lane. A product takes as
+    long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
     time, and that all have as much to do. Programs that multiply tiles in turn load the next one's weights
     meanwhile, and prepare the row once; 16 bits, which need few instructions, gain more by small programs
-    that the card hands out as others end. Swept in whole steps of 4B (int4, FP8) and 2B (FP8, 16 bits) on an
-    H200 and on 30 of its multiprocessors (docs/log.md).
+    that the card hands out as others end. Swept in whole decode steps of 4B (int4, FP8) and 2B (FP8, 16 bits)
+    on an H200 and on 30 of its multiprocessors (docs/log.md).
     """
     share = outputs / max(multiprocessors, 1)  # of each
     many = multiprocessors >= MANY_MULTIPROCESSORS
@@ -94,7 +97,8 @@ def row_tiles(form: WeightForm, outputs: int, inputs: int, multiprocessors: int)
                 return RowTiles(16, 1, 2, 4, 1) if share < 64 else RowTiles(4, 1, 4, 4, 4)
             return RowTiles(8, 1 if share < 64 else 2, 2, 8, 2)
         if inputs > 3072:
-            return RowTiles(8, 2, 1, 8, 2) if inputs > 4096 else RowTiles(8, 2, 2, 4, 2)
+            alone = inputs > 4096 and not swiglu
+            return RowTiles(8, 2, 1, 8, 2) if alone else RowTiles(8, 2, 2, 4, 2)
         if inputs > 2048 and share >= 256:
             return RowTiles(8, 1, 2, 4, 2)
         return RowTiles(4, 1, 2, 8, 3 if 96 <= share < 256 else 4)
@@ -219,13 +223,17 @@ class RowForm(KernelConstant):
 
 
 def row_form(
-    x: Tensor, weights: QuantizedWeight, bias: Tensor | None, tiles: RowTiles | None = None
+    x: Tensor,
+    weights: QuantizedWeight,
+    bias: Tensor | None,
+    tiles: RowTiles | None = None,
+    swiglu: bool = False,
 ) -> RowForm | None:
     """How ``x`` is multiplied by ``weights`` as integers, or FP8 as floats; None if it is not.
 
     It must be one row of 16-bit floats, on a GPU that converts FP8 where there is any. Integers must share
     scales by 16 inputs or by multiples of 32, FP8 by multiples of 64 or by a whole row. ``tiles``: None for
-    ``row_tiles``.
+    ``row_tiles``, which is told ``swiglu``.
     """
     card = card_of(x.device)
     if card is None or not _is_row(x):
@@ -236,16 +244,19 @@ def row_form(
         return None
     if not _has_row_form(form, weights, inputs):
         return None
-    tiles = tiles or row_tiles(form, weights.out_features, inputs, card.multiprocessors)
+    tiles = tiles or row_tiles(form, weights.out_features, inputs, card.multiprocessors, swiglu)
     codes = weights.codes
     row_words = codes.shape[1] if codes.dtype == torch.int32 else codes.shape[1] // 4
     return RowForm(form, bias is not None, inputs, row_words, tiles)
 
 
 def dense_row_form(
-    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: RowTiles | None = None
+    x: Tensor, weight: Tensor, bias: Tensor | None, tiles: RowTiles | None = None, swiglu: bool = False
 ) -> RowForm | None:
-    """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row."""
+    """How ``x`` is multiplied by ``weight`` [outputs, inputs], both in 16 bits; None if it is not one row.
+
+    ``tiles`` and ``swiglu``: as in ``row_form``.
+    """
     card = card_of(x.device)
     if card is None or card.capability < KERNEL_CAPABILITY or not _is_row(x) or weight.dtype != x.dtype:
         return None
@@ -266,7 +277,7 @@ def dense_row_form(
         span=inputs,
         scales_in_words=False,
     )
-    tiles = tiles or row_tiles(form, outputs, inputs, card.multiprocessors)
+    tiles = tiles or row_tiles(form, outputs, inputs, card.multiprocessors, swiglu)
     return RowForm(form, bias is not None, inputs, 0, tiles)
 
 
@@ -325,7 +336,12 @@ def launch_row(
     residual: ResidualEpilogue | None = None,
     prenorm: PreNormRows | None = None,
 ) -> None:
-    """Multiply one row. Arguments as in ``quantized.quantized_linear``; ``form``: from ``row_form``."""
+    """Multiply one row. Arguments as in ``quantized.quantized_linear``; ``form``: from ``row_form``.
+
+    Raises ``ValueError`` for ``swiglu`` with tiles that have a gate and its factor in different lanes.
+    """
+    if swiglu and form.tiles.lane_outputs < 2:
+        raise ValueError(f"SwiGLU takes two outputs of a lane: {form.tiles}")
     row, prologue = unwrap_rows(x)
     if out.dtype != row.dtype:
         raise TypeError(f"the product of {row.dtype} is written to {out.dtype}")

@@ -185,8 +185,8 @@ def multiply_row(
     """Compute tiles ``first``, ``first + stride``, ... of the outputs. Arguments as in ``one_row_kernel``.
 
     While the last steps of a tile are multiplied, the first ones of the next are loaded. What does not depend
-    on the previous kernel is asked for before it has ended, and the rest all at once: each wait for memory
-    that follows another is a microsecond of every step.
+    on the previous kernel is loaded before it has ended. Of the rest all loads are issued before the first is
+    used, so that nothing waits for memory twice.
     """
     # A step is 16 lanes by ``warps_k`` warps, of ``lane_inputs`` each, of ``tiles.lane_outputs`` outputs.
     WARPS: gl.constexpr = gl.num_warps()
@@ -217,7 +217,7 @@ def multiply_row(
         inputs = spread_row(x, FORM, WARPS)
     else:
         inputs = quantize_row(x, FORM, 16 * WARPS_K, WARPS)
-    if PRENORM:  # the sums have come with the row
+    if PRENORM:  # after the row, so that both are loaded at once
         norm = gl.rsqrt(gl.sum(norm_sums, 0) / FORM.inputs + eps)
     barrier()  # here, or there would be one in each step
     if ONE_TILE:
@@ -348,8 +348,8 @@ def multiply_tile(
         gl.store(out + offs_n, rounded, mask=inside)
         value = gl.where(inside, rounded.to(gl.float32), 0.0)
         gl.store(prenorm_out + offs_n, (value * norm_scale).to(rounded.dtype), mask=inside)
-        # One sum for each warp's outputs: what lanes of others have would cost two barriers.
-        WARPS_N: gl.constexpr = WARPS // WARPS_K
+        # One sum for each warp's outputs: a sum over all warps would cost two barriers.
+        WARPS_N: gl.constexpr = FORM.tiles.warps_n
         squares = gl.reshape(value * value, [BLOCK_N // (2 * WARPS_N), WARPS_N, 2])
         sums = gl.sum(gl.sum(squares, 2), 0)
         warp = gl.arange(0, WARPS_N, layout=sums.type.layout)
@@ -365,7 +365,7 @@ def load_constants(
 ):
     """Scale, bias and weight of the norm of outputs ``offs_n``: three of [BLOCK_N] float32.
 
-    Each is 1 or 0 where there is none. ``wanted``: as in ``load_weights``.
+    Without one, the scale is 1, bias and weight are 0. ``wanted``: as in ``load_weights``.
     """
     inside = offs_n < N
     if wanted is not None:

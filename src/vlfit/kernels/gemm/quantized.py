@@ -115,7 +115,9 @@ def quantized_linear(
     if num_rows == 0:
         return out
     converts = native_fp8 or weights.format != FP8
-    form = row_form(rows, weights, bias) if converts and not (tiles or splits) else None
+    form = None
+    if converts and not (tiles or splits):
+        form = row_form(rows, weights, bias, swiglu=swiglu)
     if form is not None:
         launch_row(x, weights, bias, out, form, swiglu=swiglu)
         return out
@@ -139,7 +141,7 @@ def quantized_linear_add(
     """
     form = None if tiles or splits else row_form(x, weights, bias)
     if form is not None:
-        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.sums)
+        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.warps_n)
         launch_row(x, weights, bias, residual.hidden, form, residual=residual, prenorm=prenorm)
         return prenorm
     tiles = tiles or tiles_for(len(x), weights, x.dtype)
