@@ -84,8 +84,8 @@ def paged_decode_kernel(
     offs_h = tl.arange(0, MERGE_BLOCK_H)[:, None]
     offs_d = tl.arange(0, BLOCK_D)[None, :]
     # Before ``pdl_sync``: the previous kernel writes only ``qkv``, so the first keys and values, weights of
-    # the norm and RoPE's tables can be loaded while it runs. After it all loads are issued before one is used,
-    # so that nothing waits for memory twice.
+    # the norm and RoPE's tables can be loaded while it runs. After it all loads are issued before the first
+    # is used, so that nothing waits for memory twice.
     past = tl.load(query_spans + seq * 3 + 2)
     slot = tl.load(slot_mapping + seq).to(tl.int64)
     t_begin = split * BLOCK_T
