@@ -18,8 +18,8 @@ from vlfit.plan.shapes import Matrix, Model
 from vlfit.plan.speed import tower_work
 
 _H200 = "one H200, whole and with 30 of 132 multiprocessors, 2026-11-22"
-_ONE_ROW = "an H200, whole and with 30 of 132 multiprocessors, tiles multiplied in turn, 2026-11-28"
-_MATRIX_UNITS = "an H200, whole and with 30 of 132 multiprocessors, by matrix units, 2026-11-28"
+_ONE_ROW = "an H200, whole and with 30 of 132 multiprocessors, 2026-11-29"
+_CHAIN = "an H200, whole, and a chain of a step's kernels with 30 of 132 multiprocessors, 2026-11-29"
 _PRODUCTS = "a layer's products of 4B with 30 of an H200's multiprocessors, 2026-11-28"
 
 # --- decoding ---
@@ -31,10 +31,10 @@ READ_SHARE = Constant(0.92, MODELLED, "GDDR; a choice between HBM's share and th
 READ_OVER_COPY = Constant(4555 / 4270, MEASURED, "a kernel that only reads beside a copy, one H200")
 # Cycles of one multiprocessor for a weight in a product of one row, by the form in which it is stored.
 CYCLES = {
-    BF16: Constant(0.035, MEASURED, f"2B; {_MATRIX_UNITS}"),
-    FP8: Constant(0.030, MEASURED, f"2B and 4B; {_MATRIX_UNITS}"),
+    BF16: Constant(0.005, MEASURED, f"2B; {_CHAIN}"),
+    FP8: Constant(0.024, MEASURED, f"2B and 4B; {_ONE_ROW}"),
     INT8: Constant(0.025, MEASURED, f"Q8_0; {_PRODUCTS}"),
-    INT4: Constant(0.0195, MEASURED, f"4B; {_ONE_ROW}"),
+    INT4: Constant(0.018, MEASURED, f"4B; {_CHAIN}"),
 }
 # The same of GGUF files.
 CYCLES_OF_GGUF = {
@@ -48,7 +48,7 @@ _WITH_CODEBOOK = ("IQ4_NL", "IQ4_XS")  # types of models
 # Reading r and computing c overlap in part: together (r ** p + c ** p) ** (1 / p) with this p. With 1 they
 # would follow each other; the larger it is, the more the longer counts alone.
 OVERLAP = 1.5
-LAYER_CYCLES = Constant(9.6e-6 * 1.98e9, MEASURED, f"attention, and what kernels wait in a layer; {_ONE_ROW}")
+LAYER_CYCLES = Constant(9.1e-6 * 1.98e9, MEASURED, f"attention, and what kernels wait in a layer; {_ONE_ROW}")
 
 # --- prompts and pictures ---
 
