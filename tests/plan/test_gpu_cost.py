@@ -56,7 +56,6 @@ NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
     (H200, "4B", "fp8", 663, None),
     (H200, "4B", "int4", 825, None),
     (H200, "8B", "int4", 640, None),
-    (held_to_30(H200, 2760e9), "2B", "bf16", 498, None),
     (held_to_30(H200, 2760e9), "2B", "fp8", 618, None),
     (held_to_30(H200, 2760e9), "4B", "fp8", 329, None),
     (held_to_30(H200, 2760e9), "4B", "int4", 471, None),
