@@ -3,7 +3,8 @@ run.
 
     python -m benchmarks.kernels --json FILE       about two minutes
     python -m benchmarks.kernels --only 4B --rows 1 --formats "int4 of 32" Q4_0 Q4_K Q6_K Q8_0
-    python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes, two minutes
+    python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes; those of one row are
+                                                   swept in a whole step, by benchmarks.decode_step
 
 GB/s are bytes that must be read (weights and scales, or keys and values) over time, beside the speed at which
 this GPU copies memory, measured in the same run. Launches are not included: calls are captured in one CUDA
@@ -35,7 +36,6 @@ from benchmarks.harness import (
 from vlfit.checkpoint.gguf.stored_blocks import EXACT_FORMS
 from vlfit.checkpoint.quantization import packed_words
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
-from vlfit.kernels.gemm.one_row import RowTiles, launch_row, row_form
 from vlfit.kernels.gemm.quantized import quantized_linear
 from vlfit.kernels.gemm.weights import QuantizedWeight
 from vlfit.kernels.rows.row_ops import PackedQKV
@@ -389,50 +389,32 @@ BEST = 6  # printed of each
 
 @dataclass(frozen=True)
 class Candidate:
-    """Tiles to try: of one row ``RowTiles``. ``splits`` None: the engine's choice."""
+    """Tiles to try. ``splits`` None: the engine's choice."""
 
     form: str  # of the weights
     rows: int
-    tiles: GemmTiles | RowTiles
+    tiles: GemmTiles
     splits: int | None = None
 
     def multiply(self, x: Tensor, weights: QuantizedWeight) -> Tensor:
         """``x`` @ ``weights``.T with these tiles."""
-        if isinstance(self.tiles, GemmTiles):
-            return quantized_linear(x, weights, None, self.tiles, self.splits)
-        form = row_form(x, weights, None, self.tiles)
-        assert form is not None
-        out = torch.empty(1, weights.out_features, dtype=x.dtype, device=x.device)
-        launch_row(x, weights, None, out, form)
-        return out
+        return quantized_linear(x, weights, None, self.tiles, self.splits)
 
     @property
     def tile(self) -> str:
-        """Rows, outputs and inputs of a program; of one row warps for an output, and outputs of a lane."""
-        tiles = self.tiles
-        if isinstance(tiles, GemmTiles):
-            return f"{tiles.rows} x {tiles.outputs} x {tiles.inputs}"
-        at_once = f", {tiles.programs} at a time" if tiles.programs else ""
-        return f"{tiles.warps_k} for an output, {tiles.lane_outputs} a lane{at_once}"
+        """Rows, outputs and inputs of a program."""
+        return f"{self.tiles.rows} x {self.tiles.outputs} x {self.tiles.inputs}"
 
 
 def candidates() -> list[Candidate]:
     tried = []
     for weights_format in SWEEP_FORMATS:
-        tried += [Candidate(weights_format, 1, tiles) for tiles in CANDIDATES_1_ROW]
         for rows, tiles in ((32, CANDIDATES_32_ROWS), (128, CANDIDATES_128_ROWS)):
             for outputs, inputs, warps, stages in tiles:
                 tried.append(Candidate(weights_format, rows, GemmTiles(rows, outputs, inputs, warps, stages)))
     return tried
 
 
-CANDIDATES_1_ROW = tuple(
-    RowTiles(warps, warps_k, lane_outputs, ahead, programs)
-    for warps, programs in ((8, 0), (8, 2), (8, 3), (16, 0), (16, 1))
-    for warps_k in (1, 2, 4)
-    for lane_outputs in (2, 4)
-    for ahead in (2, 3, 4)
-)
 CANDIDATES_32_ROWS = ((64, 128, 4, 3), (64, 64, 4, 4), (32, 128, 4, 3))
 CANDIDATES_128_ROWS = ((64, 64, 4, 3), (128, 64, 4, 3), (128, 64, 8, 3), (64, 128, 4, 2))
 
@@ -472,7 +454,7 @@ def sweep(copy: float) -> list[dict[str, Any]]:
                         str(count),
                         candidate.tile,
                         str(tiles.warps),
-                        str(tiles.stages if isinstance(tiles, GemmTiles) else tiles.ahead),
+                        str(tiles.stages),
                         str(candidate.splits or "-"),
                         f"{seconds * 1e6:.1f}",
                         f"{read / seconds / 1e9:.0f}",

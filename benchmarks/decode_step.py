@@ -1,0 +1,260 @@
+"""A decode step's products and attention on this GPU, in one CUDA graph, by chosen tiles of one row.
+
+    python -m benchmarks.decode_step                          four checkpoints, half a minute
+    python -m benchmarks.decode_step --sweep 2B-fp8           candidates for one_row.row_tiles: two minutes
+    python -m benchmarks.small_card --multiprocessors 30 --limited-only decode_step --sweep 2B-fp8
+
+One request behind 815 tokens, at the true shapes of Qwen3-VL; weights are zeros. Times are beside the time in
+which this GPU reads as many bytes. Embedding, RoPE's tables and sampling are left out: 12 us on an H200.
+
+A product timed alone does not show what the kernel behind it waits for, so tiles of one row are swept in the
+whole step, one product at a time; the best of two products may not be the best of both together.
+"""
+
+import contextlib
+import io
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import astuple, dataclass
+from multiprocessing import get_context
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.harness import (
+    add_json_option,
+    argument_parser,
+    card,
+    commit,
+    print_table,
+    require_gpu,
+    write_json,
+)
+from benchmarks.kernels import BLOCK, HEAD_DIM, HEADS, KEY_HEADS, LAYERS, seconds_of
+from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
+from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue, unwrap_rows
+from vlfit.kernels.gemm.one_row import RowForm, RowTiles, dense_row_form, launch_row, row_form
+from vlfit.kernels.gemm.weights import QuantizedWeight
+from vlfit.kernels.rows.row_ops import PackedQKV, add_rms_norm
+from vlfit.tuning.bandwidth import measure_memory_bandwidth
+
+CHECKPOINTS = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4")
+DEPTH = {"2B": 28, "4B": 36}  # layers
+VOCABULARY = 151_936
+CONTEXT = 816  # tokens, the new one among them
+PRODUCTS = ("qkv", "o", "gate_up", "down")
+EPS = 1e-6
+COMPILERS = 14  # processes
+BEST = 6  # candidates printed of each product
+
+# Warps of a program, and programs of a multiprocessor that multiply tiles in turn (0: a tile each).
+_PROGRAMS = ((4, 0), (4, 3), (4, 4), (8, 0), (8, 2), (8, 3), (16, 1))
+_LANE_OUTPUTS_AND_AHEAD = ((1, 8), (2, 2), (2, 4), (2, 8), (4, 4))
+
+Weights = Tensor | QuantizedWeight
+TilesOf = Mapping[str, RowTiles]  # by product; without: those that ``row_tiles`` chooses
+
+
+@dataclass(frozen=True, slots=True)
+class Timed:
+    """A step's ``seconds`` with ``tiles`` in ``product``; None for both: as the engine has it."""
+
+    product: str | None
+    tiles: RowTiles | None
+    seconds: float
+
+
+class DecodeStep:
+    """Layers and output head of a ``checkpoint``, such as 4B-int4, and the tensors of one request."""
+
+    def __init__(self, checkpoint: str, device: torch.device, layers: int | None = None) -> None:
+        """``layers``: None for as many as the model has."""
+        size, _, form = checkpoint.partition("-")
+        self.shapes, self.heads = LAYERS[size], HEADS[size]
+        self.layers = layers or DEPTH[size]
+        self.weights = {
+            name: zero_weights(form, *shape, self.layers, device) for name, shape in self.shapes.items()
+        }
+        width = self.shapes["qkv"][1]
+        kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
+        self.head = torch.zeros(VOCABULARY, width, **kind)
+        self.hidden, self.norm = torch.ones(1, width, **kind), torch.ones(width, **kind)
+        self.head_norms = torch.ones(self.heads + KEY_HEADS, HEAD_DIM, **kind)
+        self.table = torch.ones(1, 1, HEAD_DIM, **kind)
+        self.cache = torch.ones(2, self.layers, CONTEXT, KEY_HEADS, HEAD_DIM, **kind)
+        self.metadata = BlockAttentionMetadata(
+            slot_mapping=torch.tensor([CONTEXT - 1], device=device),
+            block_tables=torch.arange(CONTEXT // BLOCK, dtype=torch.int32, device=device).view(1, -1),
+            query_spans=torch.tensor([(0, 1, CONTEXT - 1)], dtype=torch.int32, device=device),
+            block_size=BLOCK,
+            num_decodes=1,
+            max_query_len=0,
+        )
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of weights, scales, keys and values."""
+        every = [each for copies in self.weights.values() for each in copies]
+        return sum(map(bytes_of, every)) + self.head.nbytes + self.cache.nbytes
+
+    def run(self, tiles: TilesOf) -> Tensor:
+        """Launch the kernels of one step; returns the logits [1, vocabulary]."""
+        rows: Tensor | PreNormRows = add_rms_norm(self.hidden, None, self.norm, EPS)
+        for layer in range(self.layers):
+            qkv, output, gate_up, down = (self.weights[name][layer] for name in PRODUCTS)
+            heads = multiply(rows, qkv, tiles.get("qkv")).view(1, -1, HEAD_DIM)
+            packed = PackedQKV(heads, self.head_norms, self.table, self.table, EPS)
+            mixed = block_attention(packed, self.cache[0, layer], self.cache[1, layer], self.metadata)
+            rows = self._multiply_and_add(mixed, output, tiles.get("o"))
+            inner = multiply(rows, gate_up, tiles.get("gate_up"), swiglu=True)
+            rows = self._multiply_and_add(inner, down, tiles.get("down"))
+        return multiply(rows, self.head, tiles.get("head"))
+
+    def _multiply_and_add(self, x: Tensor, weights: Weights, tiles: RowTiles | None) -> PreNormRows:
+        form = form_of(x, weights, tiles)
+        residual = ResidualEpilogue(self.hidden, self.norm, EPS)
+        prenorm = residual.allocate_prenorm(form.tiles.outputs, form.tiles.warps_n)
+        launch_row(x, weights, None, self.hidden, form, residual=residual, prenorm=prenorm)
+        return prenorm
+
+
+def form_of(x: Tensor, weights: Weights, tiles: RowTiles | None, *, swiglu: bool = False) -> RowForm:
+    """How ``x`` is multiplied. Raises ``ValueError`` where the kernel for one row does not."""
+    if isinstance(weights, Tensor):
+        form = dense_row_form(x, weights, None, tiles, swiglu)
+    else:
+        form = row_form(x, weights, None, tiles, swiglu)
+    if form is None:
+        raise ValueError("no kernel for one row on this card")
+    return form
+
+
+def multiply(
+    x: Tensor | PreNormRows, weights: Weights, tiles: RowTiles | None, *, swiglu: bool = False
+) -> Tensor:
+    """``x`` [1, inputs] by ``weights``: [1, outputs], with ``swiglu`` half as many."""
+    rows, _ = unwrap_rows(x)
+    form = form_of(rows, weights, tiles, swiglu=swiglu)
+    outputs = len(weights) if isinstance(weights, Tensor) else weights.out_features
+    out = torch.empty(1, outputs // 2 if swiglu else outputs, dtype=rows.dtype, device=rows.device)
+    launch_row(x, weights, None, out, form, swiglu=swiglu)
+    return out
+
+
+def zero_weights(form: str, outputs: int, inputs: int, count: int, device: torch.device) -> list[Weights]:
+    """As many matrices of zeros: ``bf16``, ``fp8`` in blocks of 128 by 128, ``int4`` in groups of 32."""
+    if form == "bf16":
+        return list(torch.zeros(count, outputs, inputs, dtype=torch.bfloat16, device=device).unbind(0))
+    if form == "fp8":
+        codes = torch.zeros(count, outputs, inputs, dtype=torch.uint8, device=device)
+        codes = codes.view(torch.float8_e4m3fn)
+        scale = torch.ones(count, outputs // 128, inputs // 128, device=device)
+        block = (128, 128)
+    else:
+        codes = torch.zeros(count, outputs, inputs // 8, dtype=torch.int32, device=device)
+        scale = torch.ones(count, outputs, inputs // 32, dtype=torch.bfloat16, device=device)
+        block = (1, 32)
+    return [QuantizedWeight(codes[i], scale[i], None, block) for i in range(count)]
+
+
+def bytes_of(weights: Weights) -> int:
+    return weights.nbytes if isinstance(weights, Tensor) else weights.codes.nbytes + weights.scale.nbytes
+
+
+def candidates() -> Iterator[tuple[str, RowTiles]]:
+    """Products and tiles to try in them, alone in the step."""
+    for product, (warps, programs), warps_k, (lane_outputs, ahead) in itertools.product(
+        PRODUCTS, _PROGRAMS, (1, 2, 4), _LANE_OUTPUTS_AND_AHEAD
+    ):
+        if product == "gate_up" and lane_outputs < 2:  # SwiGLU takes two outputs of a lane
+            continue
+        yield product, RowTiles(warps, warps_k, lane_outputs, ahead, programs)
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("checkpoints", nargs="*", default=CHECKPOINTS, metavar="SIZE-FORMAT")
+    parser.add_argument("--sweep", action="store_true", help="try candidates in each product")
+    add_json_option(parser)
+    options = parser.parse_args()
+    if unknown := set(options.checkpoints) - set(CHECKPOINTS):
+        parser.error(f"not among {', '.join(CHECKPOINTS)}: {', '.join(sorted(unknown))}")
+    require_gpu("decode_step")
+    device = torch.device("cuda", 0)
+    roof = measure_memory_bandwidth(device)
+    print(f"commit {commit()}; {card()}; torch {torch.__version__}; reads {roof / 1e9:,.0f} GB/s")
+    runs: dict[str, list[Timed]] = {}
+    with torch.inference_mode():
+        for checkpoint in options.checkpoints:
+            tried = list(candidates()) if options.sweep else []
+            compile_all(checkpoint, tried)
+            step = DecodeStep(checkpoint, device)
+            runs[checkpoint] = time_all(step, tried)
+            print_times(checkpoint, runs[checkpoint], step.read_bytes / roof)
+            del step
+            torch.cuda.empty_cache()
+    found = {
+        name: [(each.product, tuple_of(each.tiles), each.seconds) for each in run]
+        for name, run in runs.items()
+    }
+    write_json(options.json, {"commit": commit(), "card": card(), "read_bytes_per_s": roof, "steps": found})
+
+
+def tuple_of(tiles: RowTiles | None) -> tuple[int, ...] | None:
+    """Warps, warps for an output, outputs of a lane, steps ahead, programs."""
+    return None if tiles is None else astuple(tiles)
+
+
+def time_all(step: DecodeStep, tried: Sequence[tuple[str, RowTiles]]) -> list[Timed]:
+    """The step as it is, each candidate, and the step as it is once more: what the card drifts by."""
+    timed = [Timed(None, None, seconds_of([lambda: step.run({})] * 2))]
+    for product, tiles in tried:
+        chosen = {product: tiles}
+        with contextlib.suppress(Exception):  # needs more registers or shared memory than there is
+            seconds = seconds_of([lambda chosen=chosen: step.run(chosen)] * 2)  # type: ignore[misc]
+            timed.append(Timed(product, tiles, seconds))
+    timed.append(Timed(None, None, seconds_of([lambda: step.run({})] * 2)))
+    return timed
+
+
+def compile_all(checkpoint: str, tried: Sequence[tuple[str, RowTiles]]) -> None:
+    """Compile all that ``tried`` needs into Triton's cache on disk, by several processes."""
+    if not tried:
+        return
+    parts = [(checkpoint, tried[start::COMPILERS]) for start in range(COMPILERS)]
+    with ProcessPoolExecutor(COMPILERS, mp_context=get_context("spawn")) as pool:
+        list(pool.map(_compile_part, parts))
+
+
+def _compile_part(part: tuple[str, Sequence[tuple[str, RowTiles]]]) -> None:
+    checkpoint, tried = part
+    step = DecodeStep(checkpoint, torch.device("cuda", 0), layers=2)  # the second takes sums of the first
+    with torch.inference_mode():
+        for product, tiles in tried:
+            with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
+                step.run({product: tiles})
+                torch.cuda.synchronize()
+
+
+def print_times(checkpoint: str, timed: Sequence[Timed], least: float) -> None:
+    """``least``: seconds in which the card reads the step's bytes."""
+    first, last = timed[0].seconds, timed[-1].seconds
+    share = f"its bytes {least * 1e6:.0f} us ({least / first:.0%})"
+    print(f"\n## {checkpoint}: {first * 1e6:.0f} us, at the end {last * 1e6:.0f}; {share}\n")
+    rows = [
+        ["product", "warps", "for an output", "outputs a lane", "ahead", "programs", "us a step", "us less"]
+    ]
+    for product in PRODUCTS:
+        tried = sorted((each for each in timed if each.product == product), key=lambda each: each.seconds)
+        for each in tried[:BEST]:
+            facts = map(str, tuple_of(each.tiles) or ())
+            less = min(first, last) - each.seconds
+            rows.append([product, *facts, f"{each.seconds * 1e6:.0f}", f"{less * 1e6:.0f}"])
+    if len(rows) > 1:
+        print_table(rows)
+
+
+if __name__ == "__main__":
+    main()
