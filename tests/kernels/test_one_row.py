@@ -224,6 +224,13 @@ def test_tiles_are_chosen_by_multiprocessors() -> None:
     assert row_tiles(form, 2560, 4096, 132).warps_k == 2
 
 
+def test_a_card_whose_multiprocessors_are_unknown_counts_as_large() -> None:
+    """As in attention and in the other products."""
+    form = row_form_of(fp8(64, 512, (128, 128)))
+    unknown, large, small = (row_tiles(form, 2560, 9728, count) for count in (0, 132, 30))
+    assert unknown == large != small
+
+
 # --- the kernel, in numpy -----------------------------------------------------------------------------------
 
 MODULES = [f"vlfit.kernels.gemm.{name}" for name in ("row_integers", "row_floats", "one_row_kernels")]

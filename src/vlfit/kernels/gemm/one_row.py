@@ -29,7 +29,7 @@ from vlfit.kernels.gemm.weights import (
     weight_form,
 )
 from vlfit.kernels.launch import KernelConstant, pdl_options
-from vlfit.kernels.target import card_of, launches_on
+from vlfit.kernels.target import TargetCard, card_of, launches_on
 from vlfit.machine.cards import FP8_CAPABILITY, KERNEL_CAPABILITY
 from vlfit.plan.native.tiles import MANY_MULTIPROCESSORS
 
@@ -72,7 +72,7 @@ class RowTiles(KernelConstant):
 def row_tiles(
     form: WeightForm, outputs: int, inputs: int, multiprocessors: int, swiglu: bool = False
 ) -> RowTiles:
-    """Tiles for one row by a matrix [outputs, inputs] on a card of as many ``multiprocessors``.
+    """Tiles for one row by a matrix [outputs, inputs] on a card of as many ``multiprocessors``, 0: unknown.
 
     ``swiglu``: the epilogue applies it, which needs a gate and its factor in one lane. A product takes as
     long as memory takes to answer, so what counts is how much a multiprocessor asks for at a
@@ -82,7 +82,7 @@ def row_tiles(
     on an H200 and on 30 of its multiprocessors (docs/log.md).
     """
     share = outputs / max(multiprocessors, 1)  # of each
-    many = multiprocessors >= MANY_MULTIPROCESSORS
+    many = not 0 < multiprocessors < MANY_MULTIPROCESSORS
     if form.format == DENSE:
         if many:
             return RowTiles(8, 4, 2, 4, 2) if inputs > 4096 else RowTiles(16, 2, 2, 8, 1)
@@ -410,7 +410,7 @@ def launch_two(
 
 def _most_programs(form: RowForm, device: torch.device) -> int:
     """Programs that ``device`` runs at a time; 0: as many as there are tiles."""
-    return _programs(form) * _multiprocessors(device)
+    return _programs(form) * _card(device).multiprocessors
 
 
 def _programs(form: RowForm) -> int:
@@ -429,17 +429,17 @@ def _schedule(form: RowForm, device: torch.device, *, one_tile: bool) -> dict[st
     """
     tiles = form.tiles
     options: dict[str, int | bool] = {"ONE_TILE": one_tile, "num_warps": tiles.warps}
-    if 4 < form.weights.bits <= 8 and not form.floats and _multiprocessors(device) < MANY_MULTIPROCESSORS:
+    if 4 < form.weights.bits <= 8 and not form.floats and _card(device).has_few_multiprocessors:
         return options | {"ONE_TILE": False}
     if not one_tile:
         options["maxnreg"] = min(REGISTERS // (_programs(form) * tiles.warps * 32) // 8 * 8, MOST_REGISTERS)
     return options
 
 
-def _multiprocessors(device: torch.device) -> int:
+def _card(device: torch.device) -> TargetCard:
     card = card_of(device)
     assert card is not None  # or there were no form
-    return card.multiprocessors
+    return card
 
 
 def _num_tiles(outputs: int, form: RowForm, swiglu: bool = False) -> int:
