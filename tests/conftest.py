@@ -9,8 +9,10 @@ import ssl
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -84,6 +86,30 @@ def _no_models_of_others() -> Iterator[None]:
         patch.setattr(places, "OLLAMA_SERVICE", ())
         patch.setattr(places, "WINDOWS_USERS", Path("/nowhere"))
         yield
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection(session: pytest.Session) -> None:
+    """Let each worker import test modules from another place on, so that no two compile the same ones.
+
+    Where nothing is compiled yet, as in CI, that takes longer than all else before the first test: in one
+    order each worker would compile, and rewrite the asserts of, what the others do at the same moment.
+    """
+    worker = getattr(session.config, "workerinput", None)
+    if worker is None:
+        return
+    left_out = {Path(each).absolute() for each in session.config.getoption("ignore") or ()}
+    files = [
+        file
+        for each in session.config.args
+        for file in sorted(Path(each.partition("::")[0]).absolute().rglob("test_*.py"))
+        if left_out.isdisjoint((file, *file.parents))
+    ]
+    begin = len(files) * int(worker["workerid"].removeprefix("gw")) // worker["workercount"]
+    for file in (*files[begin:], *files[:begin]):
+        # What cannot be imported, or is skipped, is so again when it is collected, which says why.
+        with suppress(Exception, pytest.skip.Exception):
+            import_module(".".join(file.relative_to(session.config.rootpath).with_suffix("").parts))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
