@@ -36,6 +36,21 @@ class HubRepository:
     stalled: threading.Event = field(default_factory=threading.Event)
     fail_with: int | None = None
     cuts: set[str] = field(default_factory=set)
+    _ids: dict[str, tuple[bytes, str, str]] = field(default_factory=dict)
+
+    def ids(self, path: str) -> tuple[str, str]:
+        """What git and LFS call the file ``path``: each is asked for often, and hashes of models take long."""
+        data = self.files[path]
+        known = self._ids.get(path)
+        if known is None or known[0] is not data:
+            lfs = hashlib.sha256(data).hexdigest() if len(data) >= LARGE else ""
+            known = self._ids[path] = (data, _git_id(data), lfs)
+        return known[1:]
+
+    def etag(self, path: str) -> str:
+        """The name of a file's content for caches: that of LFS, where it is kept there."""
+        git, lfs = self.ids(path)
+        return lfs or git
 
 
 @dataclass(frozen=True)
@@ -132,7 +147,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             if rest and not self._knows(repository, rest[1] if len(rest) > 1 else "main"):
                 return
             if rest[:1] == ["tree"]:
-                self._send_json([_tree_entry(path, data) for path, data in repository.files.items()])
+                self._send_json([_tree_entry(repository, path) for path in repository.files])
             else:
                 siblings = [{"rfilename": path} for path in repository.files]
                 facts = {"id": name, "sha": repository.commit, "siblings": siblings}
@@ -158,7 +173,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             self.send_response(302)
             self.send_header("Location", f"{hub.url}/storage/{name}/{path}")
             self.send_header("X-Repo-Commit", repository.commit)
-            self.send_header("X-Linked-Etag", f'"{_etag(data)}"')
+            self.send_header("X-Linked-Etag", f'"{repository.etag(path)}"')
             self.send_header("X-Linked-Size", str(len(data)))
             self.send_header("Content-Length", "0")
             self.end_headers()
@@ -203,7 +218,7 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
             is_part = start > 0 or end < len(data)
             self.send_response(206 if is_part else 200)
             self.send_header("X-Repo-Commit", repository.commit)
-            self.send_header("ETag", f'"{_etag(data)}"')
+            self.send_header("ETag", f'"{repository.etag(path)}"')
             self.send_header("Accept-Ranges", "bytes")
             self.send_header("Content-Length", str(end - start))
             if is_part:
@@ -250,10 +265,6 @@ def _handler(hub: Hub) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _etag(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest() if len(data) >= LARGE else _git_id(data)
-
-
 def _git_id(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
@@ -268,9 +279,10 @@ def _config_facts(repository: HubRepository) -> dict[str, Any]:
     return {"config": told, "library_name": "transformers"}
 
 
-def _tree_entry(path: str, data: bytes) -> dict[str, Any]:
-    entry: dict[str, Any] = {"type": "file", "path": path, "size": len(data), "oid": _git_id(data)}
-    if len(data) >= LARGE:
-        sha = hashlib.sha256(data).hexdigest()
-        entry["lfs"] = {"oid": sha, "size": len(data), "pointerSize": 134}
+def _tree_entry(repository: HubRepository, path: str) -> dict[str, Any]:
+    git, lfs = repository.ids(path)
+    size = len(repository.files[path])
+    entry: dict[str, Any] = {"type": "file", "path": path, "size": size, "oid": git}
+    if lfs:
+        entry["lfs"] = {"oid": lfs, "size": size, "pointerSize": 134}
     return entry
