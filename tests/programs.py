@@ -36,6 +36,9 @@ IMPORTED_BEFORE = (
     *("vlfit.cli.session", "vlfit.cli.main", "vlfit.settings", "vlfit.plan.model_choice", "vlfit.plan.svg"),
     *("vlfit.tasks.batch.runner", "vlfit.doctor.diagnose", "vlfit.quantize.conversion"),
     *("vlfit.parity.run_checks", "vlfit.verify.verify_run", "vlfit.server.app"),
+    *("vlfit.checkpoint.gguf.unopened", "vlfit.quantize.gguf_output", "vlfit.plan.gguf_shelf"),
+    *("vlfit.plan.quantizations", "vlfit.plan.report", "vlfit.cli.pages.plan_page", "gguf"),
+    *("rich.live", "rich.markdown", "rich.progress", "rich.table", "encodings.idna", "stringprep"),
     *("typer._adapters", "PIL.Image", "httpx2", "httpcore2", "anyio", "filelock", "tqdm", "uvicorn", "yaml"),
 )
 NOT_IMPORTED_BEFORE = ("huggingface_hub", "transformers", "triton")  # their settings are a program's own
@@ -180,6 +183,13 @@ def _serve(orders: socket.socket) -> None:
     for name in IMPORTED_BEFORE:
         importlib.import_module(name)
     assert not set(NOT_IMPORTED_BEFORE) & set(sys.modules)
+    import typer.main
+
+    from vlfit.cli.main import app
+
+    # Nor does each make the same commands again.
+    typer.main.get_command = cache(typer.main.get_command)  # type: ignore[assignment]
+    typer.main.get_command(app)
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's reaches the tests, too, which end this
