@@ -39,7 +39,7 @@ class HubRepository:
     _ids: dict[str, tuple[bytes, str, str]] = field(default_factory=dict)
 
     def ids(self, path: str) -> tuple[str, str]:
-        """What git and LFS call the file ``path``: each is asked for often, and hashes of models take long."""
+        """What git and LFS call the file ``path``; kept, as hashes of models take long."""
         data = self.files[path]
         known = self._ids.get(path)
         if known is None or known[0] is not data:

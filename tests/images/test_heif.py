@@ -103,7 +103,8 @@ def test_without_its_package_the_error_names_the_extra(monkeypatch: pytest.Monke
     assert "vlfit[heif]" in caught.value.hint
 
 
-@pytest.mark.parametrize("mode", ["RGB;16", "RGBA;16"])
+# The fourth channel takes the most; three go the same way.
+@pytest.mark.parametrize("mode", [pytest.param("RGB;16", marks=pytest.mark.slow), "RGBA;16"])
 def test_the_price_covers_ten_bits_at_full_chroma(mode: str) -> None:
     """Measured at 20 megapixels: 15.5 bytes a pixel, the most of all HEIC."""
     size, channels = (2400, 1600), len(mode) - 3

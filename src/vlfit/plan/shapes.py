@@ -6,7 +6,7 @@ The loader keeps FP8 scales in float32, repeats a head's norm for each head, and
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import import_module
 from typing import Protocol
 
@@ -347,7 +347,12 @@ class TowerCost(Protocol):
 
 def tower_cost(vision: VisionConfig) -> TowerCost:
     """The ``TowerCost`` of the model family that ``vision`` belongs to; imports that family's module."""
-    cost: TowerCost = import_module(spec_of(vision.model_type).cost).TOWER_COST
+    return _tower_cost_of(vision.model_type)
+
+
+@cache  # a plan asks for it some hundred times
+def _tower_cost_of(model_type: str) -> TowerCost:
+    cost: TowerCost = import_module(spec_of(model_type).cost).TOWER_COST
     return cost
 
 
