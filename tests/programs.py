@@ -188,7 +188,7 @@ def _serve(orders: socket.socket) -> None:
     from vlfit.cli.main import app
 
     # Nor does each make the same commands again.
-    typer.main.get_command = cache(typer.main.get_command)  # type: ignore[assignment]
+    typer.main.get_command = cache(typer.main.get_command)
     typer.main.get_command(app)
     gc.collect()
     gc.freeze()
