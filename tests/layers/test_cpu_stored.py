@@ -630,7 +630,7 @@ def test_a_compiler_that_does_not_know_the_best_units_compiles_for_the_next(
 ) -> None:
     compiler = tmp_path / "old-compiler"
     known = processor.find_c_compiler()
-    # Not optimized, which takes half the time: what it computes is not looked at.
+    # Not optimized, which takes a quarter of the time: what it computes is not looked at.
     compiler.write_text(
         f'#!/bin/sh\ncase "$*" in *amx*|*vnni*|*bf16*) exit 1;; esac\nexec {known} "$@" -O0\n',
         encoding="utf-8",
