@@ -32,7 +32,15 @@ from benchmarks.harness import (
     require_gpu,
     write_json,
 )
-from benchmarks.kernels import BLOCK, HEAD_DIM, HEADS, KEY_HEADS, LAYERS, seconds_of
+from benchmarks.kernels import (
+    BLOCK,
+    HEAD_DIM,
+    HEADS,
+    KEY_HEADS,
+    LAYERS,
+    seconds_of,
+    zero_quantized_weights,
+)
 from vlfit.kernels.attention.paged import BlockAttentionMetadata, block_attention
 from vlfit.kernels.gemm.epilogue import PreNormRows, ResidualEpilogue, unwrap_rows
 from vlfit.kernels.gemm.one_row import RowForm, RowTiles, dense_row_form, launch_row, row_form
@@ -143,20 +151,12 @@ def multiply(
     return out
 
 
-def zero_weights(form: str, outputs: int, inputs: int, count: int, device: torch.device) -> list[Weights]:
-    """As many matrices of zeros: ``bf16``, ``fp8`` in blocks of 128 by 128, ``int4`` in groups of 32."""
+def zero_weights(form: str, outputs: int, inputs: int, count: int, device: torch.device) -> Sequence[Weights]:
+    """As many matrices of zeros in ``bf16``, ``fp8`` or ``int4``."""
     if form == "bf16":
-        return list(torch.zeros(count, outputs, inputs, dtype=torch.bfloat16, device=device).unbind(0))
-    if form == "fp8":
-        codes = torch.zeros(count, outputs, inputs, dtype=torch.uint8, device=device)
-        codes = codes.view(torch.float8_e4m3fn)
-        scale = torch.ones(count, outputs // 128, inputs // 128, device=device)
-        block = (128, 128)
-    else:
-        codes = torch.zeros(count, outputs, inputs // 8, dtype=torch.int32, device=device)
-        scale = torch.ones(count, outputs, inputs // 32, dtype=torch.bfloat16, device=device)
-        block = (1, 32)
-    return [QuantizedWeight(codes[i], scale[i], None, block) for i in range(count)]
+        return torch.zeros(count, outputs, inputs, dtype=torch.bfloat16, device=device).unbind(0)
+    named = {"int4": "int4 of 32"}.get(form, form)
+    return zero_quantized_weights(named, outputs, inputs, count, device)
 
 
 def bytes_of(weights: Weights) -> int:

@@ -374,6 +374,23 @@ def random_block_weights(block_type: str, outputs: int, inputs: int) -> list[Qua
     ]
 
 
+def zero_quantized_weights(
+    weights_format: str, outputs: int, inputs: int, count: int, device: torch.device
+) -> list[QuantizedWeight]:
+    """As many matrices of zeros: ``fp8`` in blocks of 128 by 128, or ``int4 of`` so many inputs."""
+    if weights_format == "fp8":
+        codes = torch.zeros(count, outputs, inputs, dtype=torch.uint8, device=device)
+        codes = codes.view(torch.float8_e4m3fn)
+        scale = torch.ones(count, outputs // 128, inputs // 128, device=device)
+        block = (128, 128)
+    else:
+        group = int(weights_format.split()[-1])
+        codes = torch.zeros(count, outputs, inputs // 8, dtype=torch.int32, device=device)
+        scale = torch.ones(count, outputs, inputs // group, dtype=torch.bfloat16, device=device)
+        block = (1, group)
+    return [QuantizedWeight(codes[i], scale[i], None, block) for i in range(count)]
+
+
 def random_dense_weights(outputs: int, inputs: int) -> list[Tensor]:
     count = copies_beyond_caches(2 * outputs * inputs)
     weights = torch.randn(count, outputs, inputs, dtype=torch.bfloat16, device="cuda")
@@ -482,15 +499,7 @@ def layer_seconds(candidate: Candidate, weights: list[list[QuantizedWeight]]) ->
 def compile_candidate(candidate: Candidate) -> bool:
     """Run ``candidate`` once on every matrix of a layer, so that its kernels are in the cache."""
     for outputs, inputs in LAYERS[SWEEP_SIZE].values():
-        if candidate.form == "fp8":
-            codes = torch.zeros(outputs, inputs, dtype=torch.float8_e4m3fn, device="cuda")
-            scale = torch.ones(outputs // 128, inputs // 128, device="cuda")
-            weights = QuantizedWeight(codes, scale, None, (128, 128))
-        else:
-            group = int(candidate.form.split()[-1])
-            words = torch.zeros(outputs, inputs // 8, dtype=torch.int32, device="cuda")
-            scale = torch.ones(outputs, inputs // group, dtype=torch.bfloat16, device="cuda")
-            weights = QuantizedWeight(words, scale, None, (1, group))
+        [weights] = zero_quantized_weights(candidate.form, outputs, inputs, 1, torch.device("cuda", 0))
         x = torch.zeros(candidate.rows, inputs, dtype=torch.bfloat16, device="cuda")
         with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
             candidate.multiply(x, weights)

@@ -451,13 +451,7 @@ def test_the_way_around_a_wrong_kernel_works(
 
 
 @pytest.mark.skipif(processor.find_c_compiler() is None, reason="no C compiler")
-@pytest.mark.parametrize(
-    ("wrong", "groups"),
-    [
-        pytest.param("rotate", "attention", marks=pytest.mark.slow),  # one of the two groups below
-        ("add_rms_norm", "attention,rows"),
-    ],
-)
+@pytest.mark.parametrize(("wrong", "groups"), [("rotate", "attention"), ("add_rms_norm", "attention,rows")])
 def test_the_way_around_leaves_other_kernels(
     vlfit: Vlfit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: str, groups: str
 ) -> None:

@@ -179,8 +179,7 @@ def little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     ("name", "prefix_cache", "sampling"),
     [
         ("tied", True, GREEDY),
-        # Of each kind of cache and of sampling the others have one.
-        pytest.param("tied", False, SAMPLED, marks=pytest.mark.slow),
+        ("tied", False, SAMPLED),
         ("wide_heads_one_level", True, SAMPLED),
         ("vision_head_72", False, GREEDY),
     ],

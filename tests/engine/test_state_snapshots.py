@@ -338,7 +338,7 @@ def each_bytes(engine: NativeEngine) -> int:
     return engine.runner.cache.snapshots.bytes_each
 
 
-@pytest.mark.parametrize("slots", [0, 1, pytest.param(3, marks=pytest.mark.slow)])  # any but none go one way
+@pytest.mark.parametrize("slots", [0, 1, 3])
 def test_few_slots(slots: int, tiny_qwen3_5: Callable[[str], Path]) -> None:
     folder = tiny_qwen3_5("small")
     size = each_bytes(build(folder, max_model_len=1024))

@@ -124,7 +124,7 @@ def test_drafts_come_true(plain: NativeEngine, monkeypatch: pytest.MonkeyPatch) 
     drafting = build(MINI35, max_model_len=1024, speculate=True)
     sampled = replace(GREEDY, temperature=0.7, top_k=20, seed=3)
     tokens = 0
-    for name in ("shop.png", "animals.png"):
+    for name in ("shop.png", "animals.png", "tractor-and-cat.png"):
         conversation = single_turn(CAPTION_LONG, picture(name))
         for sampling in (GREEDY, sampled):
             said = ask(drafting, conversation, sampling)

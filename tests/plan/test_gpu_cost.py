@@ -50,6 +50,18 @@ FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
 NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
     # 2026-11-29: the next weights brought into L2, and what a step waits for
     (H200, "8B", "int4", 662, None),
+    # 2026-11-28: one row by FP8 and 16 bits with matrix units; kernels of before
+    (H200, "2B", "bf16", 919, None),
+    (H200, "2B", "fp8", 1193, None),
+    (H200, "4B", "fp8", 670, None),
+    (H200, "4B", "int4", 832, None),
+    (H200, "8B", "int4", 645, None),
+    (held_to_30(H200, 2765e9), "4B", "fp8", 319, None),
+    (held_to_30(H200, 2765e9), "4B", "int4", 457, None),
+    (held_to_30(H200, 2765e9), "8B", "int4", 273, None),
+    # 2026-11-28: one row's tiles multiplied in turn; kernels of before
+    (held_to_30(H200, 3655e9), "4B", "int4", 461, None),
+    (held_to_30(H200, 3655e9), "8B", "int4", 275, None),
     # 2026-11-29: decode attention with few multiprocessors; kernels of before
     (H200, "2B", "bf16", 912, None),
     (H200, "2B", "fp8", 1178, None),

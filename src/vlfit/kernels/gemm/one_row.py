@@ -96,9 +96,10 @@ def row_tiles(
             if inputs <= 2048 and share >= 24:
                 return RowTiles(16, 1, 2, 4, 1) if share < 64 else RowTiles(4, 1, 4, 4, 4)
             return RowTiles(8, 1 if share < 64 else 2, 2, 8, 2)
+        if inputs > 4096 and not swiglu:
+            return RowTiles(8, 2, 1, 8, 2)
         if inputs > 3072:
-            alone = inputs > 4096 and not swiglu
-            return RowTiles(8, 2, 1, 8, 2) if alone else RowTiles(8, 2, 2, 4, 2)
+            return RowTiles(8, 2, 2, 4, 2)
         if inputs > 2048 and share >= 256:
             return RowTiles(8, 1, 2, 4, 2)
         return RowTiles(4, 1, 2, 8, 3 if 96 <= share < 256 else 4)
