@@ -8,6 +8,7 @@ import triton.language as tl
 
 from vlfit.kernels.gemm.tile import (
     block_dot,
+    load_constants,
     load_square_sums,
     load_x,
     output_offsets,
@@ -65,6 +66,8 @@ def dense_matmul_kernel(
     offs_n = output_offsets(pid_n, N, BLOCK_N, SWIGLU)
     offs_m = tl.arange(0, BLOCK_M)
     k_begin = pid_k * k_steps * BLOCK_K
+    bias_values = load_constants(bias, offs_n, N, HAS_BIAS)
+    norm_scale = load_constants(norm_weight, offs_n, N, ADD_RESIDUAL)
     pdl_sync(USE_PDL)
     if PRENORM:
         norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
@@ -93,11 +96,11 @@ def dense_matmul_kernel(
         acc *= rms_scale(norm_sums, K, eps)[None, :]
     split_k_epilogue(
         acc,
-        bias,
+        bias_values,
         partial,
         counters + pid_n,
         out,
-        norm_weight,
+        norm_scale,
         prenorm_out,
         square_sums + offs_m * tl.num_programs(0) + pid_n,
         residual,

@@ -13,6 +13,7 @@ import triton.language as tl
 from vlfit.kernels.gemm.tile import (
     block_dot,
     half_tile_starts,
+    load_constants,
     load_square_sums,
     load_x,
     output_offsets,
@@ -79,7 +80,6 @@ def quantized_matmul_kernel(
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
     """
-    pdl_sync(USE_PDL)
     pid = tl.program_id(0)
     pid_k = tl.program_id(1)
     FORMAT: tl.constexpr = FORM.weights.format
@@ -110,6 +110,11 @@ def quantized_matmul_kernel(
     half_starts = half_tile_starts(pid // tiles_m, N, BLOCK_N, SWIGLU)
     offs_m = (pid % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     k_begin = pid_k * k_steps * BLOCK_K
+    bias_values = load_constants(bias, offs_n, N, HAS_BIAS)
+    norm_scale = load_constants(norm_weight, offs_n, N, ADD_RESIDUAL)
+    if ONE_GROUP:
+        one_scale = load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N)
+    pdl_sync(USE_PDL)
     if PRENORM:
         norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
     residual = 0.0
@@ -163,16 +168,16 @@ def quantized_matmul_kernel(
     if SLICE_K > 1:
         acc = tl.sum(acc, 0)
     if ONE_GROUP:
-        acc *= load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N).to(tl.float32)
+        acc *= one_scale.to(tl.float32)
     if PRENORM:
         acc *= rms_scale(norm_sums, K, eps)[None, :]
     split_k_epilogue(
         acc,
-        bias,
+        bias_values,
         partial,
         counters + pid,
         out,
-        norm_weight,
+        norm_scale,
         prenorm_out,
         square_sums + offs_m * (tl.num_programs(0) // tiles_m) + pid // tiles_m,
         residual,

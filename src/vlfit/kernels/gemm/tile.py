@@ -79,6 +79,19 @@ def load_x(
 
 
 @triton.jit
+def load_constants(values, offs_n, N, IS_USED: tl.constexpr):
+    """Outputs ``offs_n`` of ``values`` [N]: [BLOCK_N], 0 out of bounds; 0.0 unless ``IS_USED``.
+
+    For what no kernel writes (a bias, a norm's weight), before ``pdl_sync``: behind it, and behind the
+    products, it would be one more wait for memory.
+    """
+    loaded = 0.0
+    if IS_USED:
+        loaded = tl.load(values + offs_n, mask=offs_n < N, other=0.0)
+    return loaded
+
+
+@triton.jit
 def load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS: tl.constexpr):
     """Rows ``offs_m`` of ``square_sums`` [M, num_sums]: [BLOCK_M, BLOCK_SUMS], 0 out of bounds.
 
@@ -102,7 +115,7 @@ def split_k_epilogue(
     partial,
     counter,
     out,
-    norm_weight,
+    norm_scale,
     prenorm_out,
     square_sums,
     residual,
@@ -143,7 +156,7 @@ def split_k_epilogue(
                 acc,
                 bias,
                 out,
-                norm_weight,
+                norm_scale,
                 prenorm_out,
                 square_sums,
                 residual,
@@ -162,7 +175,7 @@ def split_k_epilogue(
             acc,
             bias,
             out,
-            norm_weight,
+            norm_scale,
             prenorm_out,
             square_sums,
             residual,
@@ -183,7 +196,7 @@ def epilogue(
     acc,
     bias,
     out,
-    norm_weight,
+    norm_scale,
     prenorm_out,
     square_sums,
     residual,
@@ -201,12 +214,13 @@ def epilogue(
 
     ``acc``, ``offs`` (in ``out`` [M, N]) and ``mask`` are [BLOCK_N, BLOCK_M]. ``SWIGLU``: ``out`` [M, N / 2]
     becomes silu(gate) * up, rounded where ``row_ops.silu_and_mul`` rounds. ``ADD_RESIDUAL``: ``residual``
-    [BLOCK_N, BLOCK_M], the tile's previous contents of ``out``, is added. The sum times ``norm_weight`` [N]
+    [BLOCK_N, BLOCK_M], the tile's previous contents of ``out``, is added. The sum times ``norm_scale``
     goes to ``prenorm_out`` [M, N], and the sum's squares, summed over the tile's outputs, to the pointers
-    ``square_sums`` [BLOCK_M], for the next GEMM's prologue (``PreNormRows``).
+    ``square_sums`` [BLOCK_M], for the next GEMM's prologue (``PreNormRows``). ``bias`` and ``norm_scale``
+    [BLOCK_N]: as from ``load_constants``.
     """
     if HAS_BIAS:
-        acc += tl.load(bias + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
+        acc += bias.to(tl.float32)[:, None]
     rounded = acc.to(out.dtype.element_ty)
     if SWIGLU:
         HALF: tl.constexpr = acc.shape[0] // 2
@@ -223,8 +237,7 @@ def epilogue(
         rounded = (residual.to(tl.float32) + rounded.to(tl.float32)).to(rounded.dtype)
         tl.store(out + offs, rounded, mask=mask)
         x = tl.where(mask, rounded.to(tl.float32), 0.0)
-        norm_scale = tl.load(norm_weight + offs_n, mask=offs_n < N, other=0.0).to(tl.float32)[:, None]
-        tl.store(prenorm_out + offs, (x * norm_scale).to(rounded.dtype), mask=mask)
+        tl.store(prenorm_out + offs, (x * norm_scale.to(tl.float32)[:, None]).to(rounded.dtype), mask=mask)
         tl.store(square_sums, tl.sum(x * x, 0), mask=offs_m < M)
     else:
         tl.store(out + offs, rounded, mask=mask)
