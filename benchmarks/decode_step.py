@@ -53,7 +53,8 @@ from vlfit.plan.native.tiles import GemmTiles
 from vlfit.tuning.bandwidth import measure_memory_bandwidth
 
 CHECKPOINTS = ("2B-bf16", "2B-fp8", "4B-fp8", "4B-int4")
-DEPTH = {"2B": 28, "4B": 36}  # layers
+DEPTH = {"2B": 28, "4B": 36, "8B": 36}  # layers
+FORMATS = ("bf16", "fp8", "int4")
 VOCABULARY = 151_936
 CONTEXT = 816  # tokens, the new one among them
 PRODUCTS = ("qkv", "o", "gate_up", "down")
@@ -247,8 +248,9 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="try candidates in each product")
     add_json_option(parser)
     options = parser.parse_args()
-    if unknown := set(options.checkpoints) - set(CHECKPOINTS):
-        parser.error(f"not among {', '.join(CHECKPOINTS)}: {', '.join(sorted(unknown))}")
+    known = [f"{size}-{form}" for size in DEPTH for form in FORMATS]
+    if unknown := set(options.checkpoints) - set(known):
+        parser.error(f"not among {', '.join(known)}: {', '.join(sorted(unknown))}")
     if not 1 <= options.at_once <= DENSE_MAX_ROWS:
         parser.error(f"--at-once {options.at_once}: 1 to {DENSE_MAX_ROWS}")
     require_gpu("decode_step")
