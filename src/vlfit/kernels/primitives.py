@@ -2,9 +2,12 @@
 
 Programmatic dependent launch (PDL, compute capability 9.0 and later): a kernel is launched while the previous
 one still runs, and waits for it on the device, which hides the launch latency. Launching more than one kernel
-ahead, releasing the next one later, or prefetching weights before the wait (into registers or L2) was slower
-with kernels that keep weights in shared memory (docs/log.md); ``gemm/one_row_kernels.py``, which keeps them
-in registers, does that. Host side: ``launch.pdl_options``.
+ahead, or prefetching weights before the wait (into registers or L2) was slower with kernels that keep weights
+in shared memory (docs/log.md); ``gemm/one_row_kernels.py``, which keeps them in registers, does that.
+
+When to let the next kernel in is a trade. Its programs take the places that are free at that moment, by
+chance many on one multiprocessor and few on another, and keep them; let in late, they come to an even card,
+but have less time to begin. Host side: ``launch.pdl_options``.
 """
 
 import triton
@@ -12,13 +15,20 @@ import triton.language as tl
 
 
 @triton.jit
-def pdl_sync(USE_PDL: tl.constexpr):
-    """Wait until the previous kernel's writes are visible, then allow the next kernel to launch.
+def pdl_sync(USE_PDL: tl.constexpr, RELEASE: tl.constexpr = True):
+    """Wait until the previous kernel's writes are visible, then ``pdl_release`` unless that is to come later.
 
     Call before the first read of anything that the previous kernel wrote. Does nothing without ``USE_PDL``.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
+    pdl_release(USE_PDL and RELEASE)
+
+
+@triton.jit
+def pdl_release(USE_PDL: tl.constexpr):
+    """Allow the next kernel to launch, once every program has said so or ended. Not before the wait."""
+    if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 
 

@@ -131,10 +131,11 @@ def _launch(
 ) -> None:
     x, prologue = unwrap_rows(x)
     rows, inputs = x.shape
+    card = card_of(x.device)
     if rows > DENSE_MAX_ROWS:
         raise ValueError(f"{rows} rows; the kernel multiplies {DENSE_MAX_ROWS} at most")
     outputs = len(weight)
-    splits = splits or dense_splits(outputs, inputs, tiles, card_of(x.device))
+    splits = splits or dense_splits(outputs, inputs, tiles, card)
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
     partial = allocate_partial(out, splits, rows, outputs)
     if not launches_on(x.device) or not rows:
@@ -164,7 +165,17 @@ def _launch(
         BLOCK_K=tiles.inputs,
         SLICE_K=tiles.parts,
         SPLIT_K=splits,
+        RELEASE_LATE=_releases_late(rows, card),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
     )
+
+
+def _releases_late(rows: int, card: TargetCard | None) -> bool:
+    """Whether to let the next kernel in late (``primitives.pdl_release``): a rule by what was measured.
+
+    Steps of 2B on an H200 and 30 of its multiprocessors, early and late, us: eight requests 1,530 and 1,565,
+    3,076 and 2,860, sixteen 1,990 and 1,790, 4,597 and 4,269 (docs/log.md).
+    """
+    return rows > 8 or (card is not None and card.has_few_multiprocessors)
