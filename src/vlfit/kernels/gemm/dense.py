@@ -25,9 +25,9 @@ from vlfit.kernels.target import TargetCard, card_of, launches_on
 
 DENSE_MAX_ROWS = 16
 MIN_PROGRAMS = 256  # enough to keep a card of many multiprocessors busy; with fewer tiles K is split
-# For each multiprocessor of a card with few. Microseconds of a layer of 2B, 8 rows, on 30 of an H200's: 64.8;
-# with 256 in all 69.0 (docs/log.md).
-MIN_PROGRAMS_PER_MULTIPROCESSOR = 2
+# For each multiprocessor of a card with few. A step of 2B for eight requests on 30 of an H200's, us: 2,714;
+# with half as many programs 2,878, with 256 in all 2,851 (docs/log.md).
+MIN_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
 @dataclass(frozen=True, slots=True)
