@@ -16,7 +16,7 @@ def test_named_python(tmp_path: Path) -> None:
     found = where.find_vllm(str(python))
     assert found.program == (str(tmp_path / "env" / "bin" / "vllm"),)
     assert (found.version, found.on_cpu) == ("0.22.1", False)
-    assert where.find_vllm(str(tmp_path / "env")) == found
+    assert where.find_vllm(str(tmp_path / "env")) == where.find_vllm(str(python.parent)) == found
     assert where.find_vllm(str(tmp_path / "env" / "bin" / "vllm")).version == "0.22.1"
 
 

@@ -61,7 +61,7 @@ class InstalledVllm:
 
 
 def find_vllm(path: str | None = None) -> InstalledVllm:
-    """The vLLM at ``path``: a Python, a ``vllm`` program, or an environment's folder; or a name on PATH.
+    """The vLLM at ``path``: a Python, a ``vllm`` program, an environment's folder or its bin; or a name on PATH.
 
     ``path`` None: what the environment variable ``VLFIT_VLLM_PYTHON`` names, else vLLM in vlfit's own Python
     environment, else ``vllm`` on PATH. The Python API reads the variable too, unlike other settings: like
@@ -83,7 +83,8 @@ def find_vllm(path: str | None = None) -> InstalledVllm:
 
 def _of_named(path: Path, named: str) -> InstalledVllm:
     if path.is_dir():
-        path = path / "bin" / "python"
+        inside = path / "bin" / "python"
+        path = inside if inside.is_file() else path / "python"
     if not path.is_file():
         raise UsageError(f"there is no Python at {named}", INSTALL)
     if not os.access(path, os.X_OK):
