@@ -61,7 +61,7 @@ class InstalledVllm:
 
 
 def find_vllm(path: str | None = None) -> InstalledVllm:
-    """The vLLM at ``path``: a Python, a ``vllm`` program, an environment's folder or its bin; or a name on PATH.
+    """The vLLM at ``path``: a Python, a ``vllm`` program, an environment or its ``bin``; or a name on PATH.
 
     ``path`` None: what the environment variable ``VLFIT_VLLM_PYTHON`` names, else vLLM in vlfit's own Python
     environment, else ``vllm`` on PATH. The Python API reads the variable too, unlike other settings: like
