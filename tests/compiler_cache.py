@@ -1,7 +1,8 @@
-"""A C compiler that compiles the same sources once for all test processes."""
+"""A C compiler that compiles the same sources once, for all test processes and for later runs."""
 
 import os
 import shlex
+import sys
 from pathlib import Path
 
 # Each worker, each program that a test starts and each test with a cache folder of its own would compile the
@@ -17,11 +18,12 @@ done
 case $built in */products-*.so) ;; *) exec "$compiler" "$@" ;; esac
 level=${{built##*/}}
 level=${{level%-*}}
-key=$({{ echo "$flags"; cat "${{source%/*}}"/*.c; }} | cksum | tr ' ' -)
+key=$({{ "$compiler" --version; echo "$flags"; cat "${{source%/*}}"/*.c; }} | cksum | tr ' ' -)
 mkdir -p "$kept"
 exec 9>"$kept/$level.lock"
 if command -v flock >/dev/null; then flock 9; fi
 if ! [ -e "$kept/$level-$key" ]; then
+    find "$kept" -name 'products-*-*' -mtime +7 -exec rm -f {{}} +
     "$compiler" "$@" 9>&- || exit
     cp "$built" "$kept/$level-$key.$$" && mv "$kept/$level-$key.$$" "$kept/$level-$key"
 fi
@@ -30,10 +32,15 @@ exec cp "$kept/$level-$key" "$built"
 
 
 def write_caching_compiler(folder: Path, compiler: str) -> Path:
-    """A program in ``folder`` with the options of ``compiler``, which keeps compiled products."""
+    """A program in ``folder`` with the options of ``compiler``, which keeps compiled products.
+
+    They are kept in the tests' environment, so that ``make clean`` removes them; without one in ``folder``.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     program = folder / "cc"
-    words = {"compiler": shlex.quote(compiler), "kept": shlex.quote(str(folder / "kept"))}
+    in_environment = sys.prefix != sys.base_prefix and os.access(sys.prefix, os.W_OK)
+    kept = Path(sys.prefix) / "compiled-for-tests" if in_environment else folder / "kept"
+    words = {"compiler": shlex.quote(compiler), "kept": shlex.quote(str(kept))}
     new = folder / f"cc.{os.getpid()}"
     new.write_text(_SCRIPT.format(**words), encoding="utf-8")
     new.chmod(0o700)
