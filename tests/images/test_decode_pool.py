@@ -82,7 +82,7 @@ SOUND: dict[str, bytes] = {
 
 
 # More than the kernel buffers of a file, and of pixels that are decoded before the worker is told to.
-NOISE = encoded(Image.effect_noise((1600, 1200), 90).convert("RGB"))
+NOISE = encoded(Image.effect_noise((1600, 1200), 90).convert("RGB"), compress_level=1)
 
 
 @pytest.fixture(scope="module")
@@ -666,13 +666,13 @@ def test_a_slow_picture_that_made_way_is_decoded_later(
         ):
             return lone.decode(data, label, half).pixels.shape
 
-    slow = [in_thread(partial(work, MANY_SCANS, "slow"))[0] for _ in range(2)]
-    until(lambda: sum(slot.is_slow for slot in lone._busy.values()) == 2)
     # Decoded in about half a second.
     noise, wide = Image.effect_noise((6000, 250), 90).convert("RGB"), Image.new("RGB", (6000, 5000))
     for top in range(0, wide.height, noise.height):
         wide.paste(noise, (0, top))
     large = encoded(wide, compress_level=1)
+    slow = [in_thread(partial(work, MANY_SCANS, "slow"))[0] for _ in range(2)]
+    until(lambda: sum(slot.is_slow for slot in lone._busy.values()) == 2)
     stopped, results = in_thread(partial(work, large, "large"))
     until(lambda: lone.stats().busy == 3)
     small, small_results = in_thread(partial(work, SOUND["PNG"], "small"))

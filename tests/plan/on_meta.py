@@ -83,6 +83,7 @@ class MetaLoader(Loader):
 def live() -> Iterator[Live]:
     """Count what lives in the block, garbage collected before."""
     gc.collect()
+    gc.freeze()  # what is left is not gone through again the next time
     # In inference mode torch would show composite operations whole, and hide what lives inside them.
     with torch.no_grad(), Live() as counter:
         yield counter
