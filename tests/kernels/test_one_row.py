@@ -331,8 +331,17 @@ def multiplied(x: Tensor, weights: QuantizedWeight | Tensor, bias: Tensor | None
     return out
 
 
-@pytest.mark.parametrize("tiles", [None, *SOME_TILES], ids=str)
-@pytest.mark.parametrize("name", [*TAKEN, *FLOATS])
+# Each form by the tiles that are chosen for it and by every other of the rest, each of those for half of the
+# forms; what is left is slow.
+FORMS_AND_TILES = [
+    pytest.param(name, tiles, id=f"{name}-{tiles}", marks=[pytest.mark.slow] if tiles and skipped else [])
+    for first, name in enumerate([*TAKEN, *FLOATS])
+    for place, tiles in enumerate([None, *SOME_TILES])
+    for skipped in [(first + place) % 2]
+]
+
+
+@pytest.mark.parametrize(("name", "tiles"), FORMS_AND_TILES)
 def test_the_kernel_multiplies(name: str, tiles: RowTiles | None, kernels: SimpleNamespace) -> None:
     """Against float64, wherever tiles and steps end, with a program for each tile and with fewer."""
     torch.manual_seed(0)
