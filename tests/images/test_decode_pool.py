@@ -77,7 +77,7 @@ SOUND: dict[str, bytes] = {
     "rotated PNG": picture(96, 64, "PNG", exif=b"Exif\x00\x00MM\x00*\x00\x00\x00\x08\x00\x01\x01\x12\x00\x03"
                            b"\x00\x00\x00\x01\x00\x06\x00\x00\x00\x00\x00\x00"),
     **{f"rotated {number}": rotated_by_exif(number) for number in range(1, 9)},
-    "large": picture(1500, 1100, "JPEG"),
+    "large": encoded(scene(375, 275).resize((1500, 1100)), "JPEG"),
 }  # fmt: skip
 
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ from vlfit.plan.native.expectation import expect_in_ram
 from vlfit.plan.shapes import model_of
 
 Tiny = Callable[[str], Path]
+Written = Callable[[str], Path]  # a file or folder by the type of its blocks
 
 
 @pytest.fixture(autouse=True)
@@ -295,11 +297,28 @@ def wide_enough(folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return wide_enough(tmp_path_factory.mktemp("wide-enough") / "source")
+
+
+@pytest.fixture(scope="module")
+def in_blocks(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """``source`` in blocks of a type, written once. Not to be changed."""
+    return cache(lambda kind: as_blocks(source, tmp_path_factory.mktemp("blocks") / kind, kind)[0])
+
+
+@pytest.fixture(scope="module")
+def widened(source: Path, in_blocks: Written, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    """The same weights in float32, likewise."""
+    return cache(lambda kind: wide_copy(source, tmp_path_factory.mktemp("wide") / kind, in_blocks(kind)))
+
+
 @pytest.mark.parametrize("kind", sorted(set(BLOCK_TYPES) - {"Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"}))
-def test_every_block_type_runs(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    source = wide_enough(tmp_path / "source")
-    model, _ = as_blocks(source, tmp_path / "gguf", kind)
-    wide = wide_copy(source, tmp_path / "wide", model)
+def test_every_block_type_runs(
+    kind: str, in_blocks: Written, widened: Written, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, wide = in_blocks(kind), widened(kind)
     question = single_turn("how many cats are there?")
     assert_same(
         told_by(model, question, monkeypatch, tokens=3), told_by(wide, question, monkeypatch, tokens=3)
@@ -319,11 +338,9 @@ def narrow_loader(folder: Path, dtype: torch.dtype = torch.float32) -> Loader:
 @pytest.mark.parametrize(
     "kind", ["Q8_0", "Q4_0", "Q5_1", "Q5_K", "Q6_K", "Q3_K", "IQ4_XS", "IQ3_S", "NVFP4", "Q4_K", "IQ2_S"]
 )
-def test_layers_that_stay_narrow(kind: str, tmp_path: Path) -> None:
+def test_layers_that_stay_narrow(kind: str, in_blocks: Written, widened: Written) -> None:
     """As on a GPU, but multiplied by their reference."""
-    source = wide_enough(tmp_path / "source")
-    model, _ = as_blocks(source, tmp_path / "gguf", kind)
-    wide = wide_copy(source, tmp_path / "wide", model)
+    model, wide = in_blocks(kind), widened(kind)
     names = [f"model.layers.1.self_attn.{part}_proj" for part in "qkv"]
     x = torch.randn(5, 256, generator=torch.Generator().manual_seed(0))
     with narrow_loader(model) as loader, narrow_loader(wide) as reference:
@@ -334,9 +351,9 @@ def test_layers_that_stay_narrow(kind: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(EXACT_FORMS.keys() - {"Q8_0"}))
-def test_embeddings_that_stay_narrow(kind: str, tmp_path: Path) -> None:
+def test_embeddings_that_stay_narrow(kind: str, in_blocks: Written) -> None:
     """Rows and logits of packed codes are those of the same codes in 8 bits."""
-    model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
+    model = in_blocks(kind)
     with narrow_loader(model) as loader:
         table = loader.embedding("model.embed_tokens")
     assert isinstance(table, PackedEmbedding)
@@ -374,8 +391,8 @@ def test_the_plan_knows_every_byte_of_a_qwen3_vl(kind: str, tiny: Tiny, tmp_path
     "kind",
     ["Q2_K", "Q3_K", "Q4_K", "Q5_0", "Q5_1", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "NVFP4", "IQ3_S"],
 )
-def test_the_plan_knows_every_byte_of_each_type(kind: str, tmp_path: Path) -> None:
-    model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
+def test_the_plan_knows_every_byte_of_each_type(kind: str, in_blocks: Written) -> None:
+    model = in_blocks(kind)
     checkpoint = open_checkpoint(model)
     planned = model_of("x", checkpoint.config, checkpoint.tensors, "the test")
     with narrow_loader(model, torch.bfloat16) as loader:
@@ -396,14 +413,14 @@ def test_the_plan_knows_every_byte_of_each_type(kind: str, tmp_path: Path) -> No
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "Q6_K", "IQ2_S"])
 def test_the_plan_knows_every_byte_in_ram(
-    kind: str, stored: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, stored: bool, in_blocks: Written, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where large matrices and tables are not in float32: all of them here."""
     if not stored:
         monkeypatch.setattr(products, "available", lambda: False)
     monkeypatch.setattr(ram, "LEAST_WEIGHTS", 1)
     monkeypatch.setattr(ram, "LEAST_INPUTS", 1)
-    model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
+    model = in_blocks(kind)
     with NativeBackend.load(model, EngineOptions(device="cpu", max_model_len=256)) as backend:
         account = backend.account()
         assert cpu_matrices_in(backend.engine.runner.text)
@@ -424,8 +441,8 @@ def test_the_plan_knows_every_byte_in_ram(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [*EXACT_FORMS, "IQ2_S"])
-def test_the_kernels_say_what_the_cpu_says(kind: str, tmp_path: Path) -> None:
-    model, _ = as_blocks(wide_enough(tmp_path / "source"), tmp_path / "gguf", kind)
+def test_the_kernels_say_what_the_cpu_says(kind: str, in_blocks: Written) -> None:
+    model = in_blocks(kind)
     conversations = [CONVERSATIONS["text"], single_turn("how many cats are there?")]
     assert run(engine(model, "cuda"), *conversations) == run(engine(model), *conversations)
 
@@ -449,9 +466,8 @@ def test_blocks_are_taken_apart_alike_on_a_gpu(kind: str) -> None:
         assert torch.equal(targets[0], targets[1].cpu())
 
 
-def test_rows_of_large_tables_are_read_in_slices(tmp_path: Path) -> None:
-    source = wide_enough(tmp_path / "source")
-    model, _ = as_blocks(source, tmp_path / "gguf", "IQ2_S")
+def test_rows_of_large_tables_are_read_in_slices(in_blocks: Written) -> None:
+    model = in_blocks("IQ2_S")
     name = "model.layers.0.mlp.down_proj.weight"
     with narrow_loader(model) as loader:
         whole = loader.tensor(name)
