@@ -80,7 +80,7 @@ test-gguf: $(DEV) .venv/gguf/.installed
 	@$(PYTEST) -n 0 -m gguf tests/gguf
 
 test-vllm: $(DEV) .venv/vllm/.installed
-	@VLFIT_VLLM_PYTHON=$(CURDIR)/.venv/vllm/bin/python $(PYTEST) -n 0 -m vllm tests
+	@VLFIT_VLLM_PYTHON=$(CURDIR)/.venv/vllm/bin/python $(PYTEST) -n 2 -m vllm tests
 
 fuzz: $(DEV) .venv/fuzz/.installed
 	@$(PYTEST) -n 0 -m fuzz tests/fuzz
