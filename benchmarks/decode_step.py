@@ -17,7 +17,7 @@ import io
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, dataclass
+from dataclasses import asdict, astuple, dataclass
 from multiprocessing import get_context
 from typing import Any
 
@@ -72,7 +72,7 @@ _TILES = (
     (32, 256, 2, 1), (32, 256, 4, 4), (32, 512, 4, 4), (64, 128, 2, 1), (64, 128, 4, 1), (64, 256, 4, 1),
     (64, 256, 4, 4),
 )  # fmt: skip
-_STAGES, _SPLITS = (3,), (1, 2, 4, 8)
+_STAGES, _SPLITS = 3, (1, 2, 4, 8)
 
 Weights = Tensor | QuantizedWeight
 
@@ -119,9 +119,15 @@ class DecodeStep:
     """Layers and output head of a ``checkpoint``, such as 4B-int4, and the tensors of requests."""
 
     def __init__(
-        self, checkpoint: str, device: torch.device, layers: int | None = None, at_once: int = 1
+        self,
+        checkpoint: str,
+        device: torch.device,
+        layers: int | None = None,
+        at_once: int = 1,
+        *,
+        head: bool = True,
     ) -> None:
-        """``layers``: None for as many as the model has. ``at_once``: how many requests."""
+        """``layers``: None for as many as the model has. ``at_once``: requests. ``head``: it has one."""
         size, _, form = checkpoint.partition("-")
         self.shapes, self.heads = LAYERS[size], HEADS[size]
         self.layers = layers or DEPTH[size]
@@ -130,7 +136,7 @@ class DecodeStep:
         }
         width = self.shapes["qkv"][1]
         kind: dict[str, Any] = {"dtype": torch.bfloat16, "device": device}
-        self.head = torch.zeros(VOCABULARY, width, **kind)
+        self.head = torch.zeros(VOCABULARY if head else 0, width, **kind)
         self.hidden, self.norm = torch.ones(at_once, width, **kind), torch.ones(width, **kind)
         self.head_norms = torch.ones(self.heads + KEY_HEADS, HEAD_DIM, **kind)
         self.table = torch.ones(at_once, 1, HEAD_DIM, **kind)
@@ -153,7 +159,7 @@ class DecodeStep:
         return sum(map(bytes_of, every)) + self.head.nbytes + self.cache.nbytes
 
     def run(self, tiles: TilesOf) -> Tensor:
-        """Launch the kernels of one step; returns the logits [requests, vocabulary]."""
+        """Launch the kernels of one step; returns the logits [requests, vocabulary], or hidden states."""
         rows: Tensor | PreNormRows = add_rms_norm(self.hidden, None, self.norm, EPS)
         for layer in range(self.layers):
             qkv, output, gate_up, down = (self.weights[name][layer] for name in PRODUCTS)
@@ -163,7 +169,7 @@ class DecodeStep:
             rows = self._multiply_and_add(mixed, output, tiles.get("o"))
             inner = multiply(rows, gate_up, tiles.get("gate_up"), swiglu=True)
             rows = self._multiply_and_add(inner, down, tiles.get("down"))
-        return multiply(rows, self.head, tiles.get("head"))
+        return multiply(rows, self.head, tiles.get("head")) if len(self.head) else self.hidden
 
     def _multiply_and_add(self, x: Tensor, weights: Weights, tiles: RowTiles | Tiles | None) -> PreNormRows:
         residual = ResidualEpilogue(self.hidden, self.norm, EPS)
@@ -230,8 +236,8 @@ def bytes_of(weights: Weights) -> int:
 def candidates(at_once: int = 1) -> Iterator[tuple[str, RowTiles | Tiles]]:
     """Products and tiles to try in them, alone in the step, for so many requests."""
     if at_once > 1:
-        for product, shape, stages, splits in itertools.product(PRODUCTS, _TILES, _STAGES, _SPLITS):
-            yield product, Tiles(*shape, stages, splits)
+        for product, shape, splits in itertools.product(PRODUCTS, _TILES, _SPLITS):
+            yield product, Tiles(*shape, _STAGES, splits)
         return
     for product, (warps, programs), warps_k, (lane_outputs, ahead) in itertools.product(
         PRODUCTS, _PROGRAMS, (1, 2, 4), _LANE_OUTPUTS_AND_AHEAD
@@ -268,16 +274,11 @@ def main() -> None:
             del step
             torch.cuda.empty_cache()
     found = {
-        name: [(each.product, tuple_of(each.tiles), each.seconds) for each in run]
+        name: [{**asdict(each), "tiles": each.tiles and asdict(each.tiles)} for each in run]
         for name, run in runs.items()
     }
     facts = {"commit": commit(), "card": card(), "read_bytes_per_s": roof, "at_once": options.at_once}
     write_json(options.json, {**facts, "steps": found})
-
-
-def tuple_of(tiles: RowTiles | Tiles | None) -> tuple[int, ...] | None:
-    """The fields of ``tiles``: their names are in ``_COLUMNS``."""
-    return None if tiles is None else astuple(tiles)
 
 
 def time_all(step: DecodeStep, tried: Sequence[tuple[str, RowTiles | Tiles]]) -> list[Timed]:
@@ -303,7 +304,8 @@ def compile_all(checkpoint: str, at_once: int, tried: Sequence[tuple[str, RowTil
 
 def _compile_part(part: tuple[str, int, Sequence[tuple[str, RowTiles | Tiles]]]) -> None:
     checkpoint, at_once, tried = part
-    step = DecodeStep(checkpoint, torch.device("cuda", 0), 2, at_once)  # the second takes sums of the first
+    # The second layer takes sums of the first.
+    step = DecodeStep(checkpoint, torch.device("cuda", 0), 2, at_once, head=False)
     with torch.inference_mode():
         for product, tiles in tried:
             with contextlib.suppress(Exception), contextlib.redirect_stderr(io.StringIO()):
@@ -321,7 +323,7 @@ def print_times(checkpoint: str, timed: Sequence[Timed], least: float) -> None:
     for product in PRODUCTS:
         tried = sorted((each for each in timed if each.product == product), key=lambda each: each.seconds)
         for each in tried[:BEST]:
-            facts = map(str, tuple_of(each.tiles) or ())
+            facts = map(str, astuple(each.tiles) if each.tiles else ())
             less = min(first, last) - each.seconds
             rows.append([product, *facts, f"{each.seconds * 1e6:.0f}", f"{less * 1e6:.0f}"])
     if len(rows) > 1:

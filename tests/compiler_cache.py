@@ -23,7 +23,7 @@ mkdir -p "$kept"
 exec 9>"$kept/$level.lock"
 if command -v flock >/dev/null; then flock 9; fi
 if ! [ -e "$kept/$level-$key" ]; then
-    find "$kept" -name 'products-*-*' -mtime +7 -exec rm -f {{}} +
+    find "$kept" -name "$level-*-*" -mtime +7 -exec rm -f {{}} +
     "$compiler" "$@" 9>&- || exit
     cp "$built" "$kept/$level-$key.$$" && mv "$kept/$level-$key.$$" "$kept/$level-$key"
 fi

@@ -125,11 +125,9 @@ def test_dense_linear(
 
 
 @pytest.mark.parametrize(
-    ("outputs", "inputs", "many", "few"), [(2048, 2048, 4, 1), (2048, 6144, 4, 1), (512, 2048, 8, 4)]
+    ("outputs", "inputs", "many", "few"), [(2048, 2048, 4, 2), (2048, 6144, 4, 2), (1024, 4096, 8, 4)]
 )
-def test_few_multiprocessors_split_no_more_than_they_run(
-    outputs: int, inputs: int, many: int, few: int
-) -> None:
+def test_few_multiprocessors_split_less(outputs: int, inputs: int, many: int, few: int) -> None:
     default = dense.dense_tiles(torch.bfloat16)
     cards = [None, TargetCard((9, 0)), TargetCard((9, 0), multiprocessors=132)]
     assert [dense.dense_splits(outputs, inputs, default, card) for card in cards] == [many] * 3

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vlfit.checkpoint.quantization import INT4
 from vlfit.errors import DeviceError
 from vlfit.kernels.target import card_of, per_device
 from vlfit.units import format_seconds
@@ -135,6 +136,23 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
     if card is not None and card.capability >= (9, 0):
         return {"USE_PDL": True, "launch_pdl": True}
     return {"USE_PDL": False}
+
+
+def triggers_late(rows: int, form: str, device: torch.device) -> bool:
+    """Whether a product of 2 to 64 ``rows`` triggers the next launch late (``primitives.py``).
+
+    ``form``: of quantized weights, "" for others. By steps of whole models on an H200 and 30 of its
+    multiprocessors (docs/log.md, 2026-11-29): late is faster for 9 to 16 rows, but in int4 with few
+    multiprocessors and for 4B int4 with many (2 %); for up to 8 rows in int4 with many, in 16 bits with few.
+    More rows, and formats other than 16 bits, FP8 and int4, were not measured.
+    """
+    card = card_of(device)
+    few = card is not None and card.has_few_multiprocessors
+    if rows > 16:
+        return False
+    if form == INT4:
+        return not few
+    return few and not form if rows <= 8 else True
 
 
 @cache

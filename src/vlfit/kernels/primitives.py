@@ -5,9 +5,10 @@ one still runs, and waits for it on the device, which hides the launch latency. 
 ahead, or prefetching weights before the wait (into registers or L2) was slower with kernels that keep weights
 in shared memory (docs/log.md); ``gemm/one_row_kernels.py``, which keeps them in registers, does that.
 
-When to let the next kernel in is a trade. Its programs take the places that are free at that moment, by
-chance many on one multiprocessor and few on another, and keep them; let in late, they come to an even card,
-but have less time to begin. Host side: ``launch.pdl_options``.
+Triggering the next launch early hides more of its latency, but the next kernel's programs become resident
+wherever there is room at that moment, often unevenly across multiprocessors, and stay there. Triggered after
+the main loop they are spread evenly, and less latency is hidden. Host side: ``launch.pdl_options``,
+``launch.triggers_late``.
 """
 
 import triton
@@ -15,19 +16,22 @@ import triton.language as tl
 
 
 @triton.jit
-def pdl_sync(USE_PDL: tl.constexpr, RELEASE: tl.constexpr = True):
-    """Wait until the previous kernel's writes are visible, then ``pdl_release`` unless that is to come later.
+def pdl_sync(USE_PDL: tl.constexpr, TRIGGER: tl.constexpr = True):
+    """Wait until the previous kernel's writes are visible, then ``pdl_trigger``, with ``TRIGGER``.
 
     Call before the first read of anything that the previous kernel wrote. Does nothing without ``USE_PDL``.
     """
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
-    pdl_release(USE_PDL and RELEASE)
+    pdl_trigger(USE_PDL and TRIGGER)
 
 
 @triton.jit
-def pdl_release(USE_PDL: tl.constexpr):
-    """Allow the next kernel to launch, once every program has said so or ended. Not before the wait."""
+def pdl_trigger(USE_PDL: tl.constexpr):
+    """Trigger the next kernel's launch: it starts once every program has triggered it or ended.
+
+    Call after the wait: before its own wait the next kernel may read what kernels before this one wrote.
+    """
     if USE_PDL:
         tl.extra.cuda.gdc_launch_dependents()
 

@@ -9,6 +9,7 @@ import torch
 from vlfit.errors import UsageError
 from vlfit.loading.pinned import CAPTURING
 from vlfit.machine.host import read_host
+from vlfit.plan.allocator import SMALL_SPARE
 from vlfit.units import MIB, format_bytes, parse_bytes
 
 _REQUESTED = re.compile(r"ried to allocate (\d+(?:\.\d+)?) ?(bytes|[KMG]iB)")
@@ -20,8 +21,6 @@ _OUT_OF_MEMORY = (
     "CUDNN_STATUS_ALLOC_FAILED",
 )
 
-
-_SPARE = 12 * MIB  # for small tensors that the rehearsal did not have at once: 8 in a thousand requests
 
 # Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
 _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
@@ -99,8 +98,8 @@ class Budget:
 
         A segment is as large as the tensor that it was taken for. A tensor of another size may fit into none
         of those that are free, and torch takes a further one; of a single segment it would be a part. Those
-        for tensors below a MiB become ``_SPARE`` larger. If another process takes the memory meanwhile, torch
-        takes segments as they are needed, as before.
+        for tensors up to a MiB become ``SMALL_SPARE`` larger. If another process takes the memory meanwhile,
+        torch takes segments as they are needed, as before.
         """
         if self.device.type != "cuda":
             return
@@ -108,7 +107,7 @@ class Budget:
             before = _reserved_bytes(self.device)
             torch.cuda.empty_cache()
             large, small = (a - b for a, b in zip(before, _reserved_bytes(self.device), strict=True))
-            sizes = [large, *[MIB] * ((small + _SPARE) // MIB)]
+            sizes = [large, *[MIB] * ((small + SMALL_SPARE) // MIB)]
             tensors = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
             del tensors
 

@@ -20,13 +20,13 @@ from vlfit.kernels.gemm.epilogue import (
     unwrap_rows,
 )
 from vlfit.kernels.gemm.one_row import dense_row_form, launch_row
-from vlfit.kernels.launch import pdl_options, tile_counters
+from vlfit.kernels.launch import pdl_options, tile_counters, triggers_late
 from vlfit.kernels.target import TargetCard, card_of, launches_on
 
 DENSE_MAX_ROWS = 16
 MIN_PROGRAMS = 256  # enough to keep a card of many multiprocessors busy; with fewer tiles K is split
 # For each multiprocessor of a card with few. A step of 2B for eight requests on 30 of an H200's, us: 2,714;
-# with half as many programs 2,878, with 256 in all 2,851 (docs/log.md).
+# with half as many 2,878, with 256 in all 2,851, each with the next launch triggered late (docs/log.md).
 MIN_PROGRAMS_PER_MULTIPROCESSOR = 4
 
 
@@ -131,11 +131,10 @@ def _launch(
 ) -> None:
     x, prologue = unwrap_rows(x)
     rows, inputs = x.shape
-    card = card_of(x.device)
     if rows > DENSE_MAX_ROWS:
         raise ValueError(f"{rows} rows; the kernel multiplies {DENSE_MAX_ROWS} at most")
     outputs = len(weight)
-    splits = splits or dense_splits(outputs, inputs, tiles, card)
+    splits = splits or dense_splits(outputs, inputs, tiles, card_of(x.device))
     width, tile_width = tiled_outputs(outputs, tiles.outputs, swiglu)
     partial = allocate_partial(out, splits, rows, outputs)
     if not launches_on(x.device) or not rows:
@@ -165,17 +164,8 @@ def _launch(
         BLOCK_K=tiles.inputs,
         SLICE_K=tiles.parts,
         SPLIT_K=splits,
-        RELEASE_LATE=_releases_late(rows, card),
+        TRIGGER_LATE=triggers_late(rows, "", x.device),
         num_warps=tiles.warps,
         num_stages=tiles.stages,
         **pdl_options(x.device),
     )
-
-
-def _releases_late(rows: int, card: TargetCard | None) -> bool:
-    """Whether to let the next kernel in late (``primitives.pdl_release``): a rule by what was measured.
-
-    Steps of 2B on an H200 and 30 of its multiprocessors, early and late, us: eight requests 1,530 and 1,565,
-    3,076 and 2,860, sixteen 1,990 and 1,790, 4,597 and 4,269 (docs/log.md).
-    """
-    return rows > 8 or (card is not None and card.has_few_multiprocessors)

@@ -16,7 +16,7 @@ from vlfit.kernels.gemm.tile import (
     split_k_epilogue,
 )
 from vlfit.kernels.launch import cache_launches
-from vlfit.kernels.primitives import pdl_release, pdl_sync
+from vlfit.kernels.primitives import pdl_sync, pdl_trigger
 
 
 @cache_launches
@@ -49,7 +49,7 @@ def dense_matmul_kernel(
     BLOCK_K: tl.constexpr,
     SLICE_K: tl.constexpr,
     SPLIT_K: tl.constexpr,
-    RELEASE_LATE: tl.constexpr,
+    TRIGGER_LATE: tl.constexpr,
     USE_PDL: tl.constexpr,
 ):
     """``out`` [M, N] = ``x`` [M, K] @ ``weight`` [N, K].T + ``bias``, accumulated in float32.
@@ -57,7 +57,7 @@ def dense_matmul_kernel(
     Grid: (tiles of N, SPLIT_K); all rows are in one tile. One program computes a tile [BLOCK_N, BLOCK_M] over
     ``k_steps`` blocks of ``BLOCK_K`` inputs. ``EVEN``: tiles divide N and K. ``SLICE_K``: number of slices of
     a block of K, one per warp, or 1. ``partial`` and ``counters``: see ``tile.split_k_epilogue``, the
-    epilogue. ``RELEASE_LATE``: ``pdl_release`` behind the products.
+    epilogue. ``TRIGGER_LATE``: ``pdl_trigger`` after the main loop.
 
     Prologue (``PRENORM``): ``x`` are the rows of ``PreNormRows``; sums are multiplied by the norm's factor,
     computed from ``square_sums`` [M, num_sums].
@@ -69,7 +69,7 @@ def dense_matmul_kernel(
     k_begin = pid_k * k_steps * BLOCK_K
     bias_values = load_constants(bias, offs_n, N, HAS_BIAS)
     norm_scale = load_constants(norm_weight, offs_n, N, ADD_RESIDUAL)
-    pdl_sync(USE_PDL, not RELEASE_LATE)
+    pdl_sync(USE_PDL, not TRIGGER_LATE)
     if PRENORM:
         norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
     residual = 0.0
@@ -91,7 +91,7 @@ def dense_matmul_kernel(
             w_tile = tl.load(weight + offs, mask=mask, other=0.0, eviction_policy="evict_first")
         x_tile = load_x(x, offs_m, M, k_start, K, stride_xm, EVEN, BLOCK_K)
         acc += block_dot(w_tile, x_tile, BLOCK_M, BLOCK_N, BLOCK_K, SLICE_K)
-    pdl_release(USE_PDL and RELEASE_LATE)
+    pdl_trigger(USE_PDL and TRIGGER_LATE)
     if SLICE_K > 1:
         acc = tl.sum(acc, 0)
     if PRENORM:

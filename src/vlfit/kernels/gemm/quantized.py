@@ -34,7 +34,7 @@ from vlfit.kernels.gemm.weights import (
     kernel_tensors,
     weight_form,
 )
-from vlfit.kernels.launch import KernelConstant, pdl_options, tile_counters
+from vlfit.kernels.launch import KernelConstant, pdl_options, tile_counters, triggers_late
 from vlfit.kernels.target import card_of, launches_on, per_device
 from vlfit.machine.cards import FP8_CAPABILITY
 from vlfit.plan.native import tiles as plan
@@ -402,7 +402,7 @@ class ProductForm(KernelConstant):
     - ``has_bias``: one is added. ``one_group``: an output has one scale. ``stages``: of loads.
     - ``block_m``, ``block_n``, ``block_k``: rows, outputs and inputs of a tile. ``even``: outputs and inputs
       are multiples. ``slices``: of a block of inputs, one per warp, or 1. ``splits``: of all inputs.
-    - ``releases_late``: the next kernel is let in behind the products (``primitives.pdl_release``).
+    - ``triggers_late``: the next launch, after the main loop (``launch.triggers_late``).
     """
 
     weights: WeightForm
@@ -415,7 +415,7 @@ class ProductForm(KernelConstant):
     slices: int
     splits: int
     stages: int
-    releases_late: bool
+    triggers_late: bool
 
 
 def _product_form(
@@ -438,18 +438,5 @@ def _product_form(
         slices=tiles.parts,
         splits=splits,
         stages=tiles.stages,
-        releases_late=_releases_late(tiles.rows, weights),
+        triggers_late=triggers_late(tiles.rows, weights.format, weights.codes.device),
     )
-
-
-def _releases_late(rows: int, weights: QuantizedWeight) -> bool:
-    """Whether to let the next kernel in late, for tiles of ``rows`` rows: a rule by what was measured.
-
-    Steps of requests at once on an H200 and 30 of its multiprocessors, early and late, us (docs/log.md):
-    sixteen of 4B FP8 3,185 and 2,646, 6,816 and 6,721, of 8B int4 4,212 and 3,858; eight of 4B int4 2,298 and
-    1,996, 4,500 and 4,610, of 4B FP8 2,248 and 2,291, 4,418 and 4,450. More rows were not measured.
-    """
-    if rows != 8:
-        return rows == 16
-    card = card_of(weights.codes.device)
-    return weights.format == INT4 and card is not None and not card.has_few_multiprocessors

@@ -33,7 +33,7 @@ from vlfit.kernels.gemm.unpack import (
     permute_x_packed,
 )
 from vlfit.kernels.launch import cache_launches
-from vlfit.kernels.primitives import pdl_release, pdl_sync
+from vlfit.kernels.primitives import pdl_sync, pdl_trigger
 
 
 @cache_launches
@@ -114,7 +114,7 @@ def quantized_matmul_kernel(
     norm_scale = load_constants(norm_weight, offs_n, N, ADD_RESIDUAL)
     if ONE_GROUP:
         one_scale = load_scales(scales, offs_n, tl.arange(0, 1), N, num_groups, SCALE_N)
-    pdl_sync(USE_PDL, not FORM.releases_late)
+    pdl_sync(USE_PDL, not FORM.triggers_late)
     if PRENORM:
         norm_sums = load_square_sums(square_sums, offs_m, M, num_sums, BLOCK_SUMS)
     residual = 0.0
@@ -163,7 +163,7 @@ def quantized_matmul_kernel(
             BLOCK_K,
             SLICE_K,
         )
-    pdl_release(USE_PDL and FORM.releases_late)
+    pdl_trigger(USE_PDL and FORM.triggers_late)
     if FORMAT == "fp8" and not NATIVE_FP8:
         acc *= 256.0
     if SLICE_K > 1:
