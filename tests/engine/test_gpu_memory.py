@@ -13,10 +13,9 @@ from vlfit.checkpoint.source import open_checkpoint
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.warmup import profile_peak_memory as at_start
 from vlfit.engine.memory import kv_resize
-from vlfit.engine.memory.budget import Budget
+from vlfit.engine.memory.budget import SMALL_SPARE, Budget
 from vlfit.engine.memory.kv_resize import KVResizer
 from vlfit.errors import OutOfMemory
-from vlfit.plan.allocator import SMALL_SPARE
 from vlfit.units import MIB
 
 pytestmark = pytest.mark.gpu

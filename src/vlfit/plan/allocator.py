@@ -22,9 +22,6 @@ _LEFT_OVER = MIB  # a remainder of a shared segment up to this stays with the te
 # Tensors of text layers from this size on share one allocation, and so do those of the tower
 # (``loading/arena.py``): a choice, as torch itself packs what is smaller.
 ARENA_MIN_BYTES = 64 * 1024
-# What the native engine reserves at its start for small tensors, beyond what its rehearsal had at once. 4 MiB
-# were not enough: a thousand mixed requests took 8 more (docs/log.md).
-SMALL_SPARE = 12 * MIB
 PARTIAL_SEGMENTS = SMALL_SEGMENT + LARGE_SEGMENT  # one shared segment of each kind that is not full
 
 _PARTS_OF_A_LAYER = (

@@ -154,7 +154,7 @@ def _pool_overhead(model: Model, settings: PlanSettings) -> int:
     cache = sum(map(allocator.rounding_bytes, _cache_tensors(model, settings)))
     states = _state_tensors(model, settings)
     cache += allocator.reserved_bytes(states) - sum(states)
-    return weights + cache + allocator.PARTIAL_SEGMENTS + allocator.SMALL_SPARE
+    return weights + cache + allocator.PARTIAL_SEGMENTS
 
 
 def _cache_tensors(model: Model, settings: PlanSettings) -> list[int]:
