@@ -21,9 +21,9 @@ _OUT_OF_MEMORY = (
 )
 
 
-# For small tensors that the rehearsal did not have at once; with 4 MiB a thousand mixed requests took 8 more. It
-# comes out of the plan's slack for torch's pool, of which 23 processes left 16 MiB at the least without any
-# (benchmarks/measured/ledger-h100.json).
+# For small tensors that the rehearsal did not have at once; with 4 MiB a thousand mixed requests took 8 more.
+# It comes out of the plan's slack for torch's pool: of 23 processes without any spare the one closest to its
+# plan left 16 MiB (benchmarks/measured/ledger-h100.json).
 SMALL_SPARE = 12 * MIB
 # Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
 _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
