@@ -169,6 +169,13 @@ DRAIN_SECONDS = 1.0  # to read to the end of a reply, so that its connection can
 logger = logging.getLogger(__name__)
 
 
+def closed_error() -> EngineStopped:
+    """The error of a request that was open when its backend was closed, however its connection ended."""
+    return EngineStopped(
+        "the connection was closed before the answer was complete", "Send the request again."
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class PreparedRemoteRequest:
     """A request's path and the part of its body with messages or prompt; ``start`` adds the rest.
@@ -307,9 +314,7 @@ class RemoteBackend(Backend):
 
         def on_cancelled() -> None:
             closed = self._request_loop.closed
-            stopped = EngineStopped(
-                "the connection was closed before the answer was complete", "Send the request again."
-            )
+            stopped = closed_error()
             ticket.set_outcome(stopped)
             listener(stopped if closed else Chunk("", finish_reason="cancelled"))
 
@@ -317,7 +322,7 @@ class RemoteBackend(Backend):
             try:
                 await self._run_request(remote_prepared, sampling, listener, ticket)
             except Exception as error:
-                error = self._translate(error)
+                error = closed_error() if self._request_loop.closed else self._translate(error)
                 ticket.set_outcome(error)
                 listener(error)
 

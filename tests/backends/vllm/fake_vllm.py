@@ -123,6 +123,9 @@ class _Handler(BaseHTTPRequestHandler):
             )
             self._answer(500, b'{"error": {"message": "EngineCore encountered an issue."}}')
             return
+        if "refuse this" in said:
+            self._answer(500, b'{"error": {"message": "no"}}')
+            return
         if "stumble now" in said:
             print("a fault of no known kind", flush=True)
             os._exit(1)

@@ -1,5 +1,6 @@
 """The vLLM backend over a fake vLLM: start, requests, step-down, death."""
 
+import queue
 import threading
 import time
 from dataclasses import replace
@@ -11,6 +12,7 @@ from tests.backends.vllm.conftest import TOKEN_BYTES, Stage
 from tests.backends.vllm.fake_vllm import environment
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
+from vlfit.api.outputs import Chunk
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.vllm import attempts, starting
 from vlfit.backends.vllm.attempts import adapt_to_deaths, record_death
@@ -19,7 +21,7 @@ from vlfit.backends.vllm.installed import find_vllm
 from vlfit.backends.vllm.planning import plan_start
 from vlfit.backends.vllm.serve_command import VllmOptions
 from vlfit.doctor.diagnose import find_failure
-from vlfit.errors import DeviceError, DoesNotFit, EngineLost, UsageError, VllmFailed
+from vlfit.errors import DeviceError, DoesNotFit, EngineLost, EngineStopped, UsageError, VllmFailed
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.model import Machine
 from vlfit.machine.survey import survey
@@ -199,6 +201,18 @@ def test_interrupt_during_start_leaves_no_process(stage: Stage, monkeypatch: pyt
         VllmBackend.load("mini", None, VllmOptions(python=stage.python, on_status=interrupt))
     assert starting.WEIGHTS in heard[-1]
     assert stage.is_gone
+
+
+def test_a_failure_that_closing_overtakes_ends_as_stopped(stage: Stage) -> None:
+    """Whether vLLM has died is waited for with each failure of a request; here it is closed meanwhile."""
+    arrived: queue.Queue[Chunk | Exception] = queue.Queue()
+    with stage.load() as backend:
+        prepared = backend.prepare(single_turn("refuse this"), SamplingParams())
+        backend.start(prepared, SamplingParams(), arrived.put)
+        end = time.monotonic() + 20
+        while " 500 " not in backend.log_path.read_text() and time.monotonic() < end:
+            time.sleep(0.01)
+    assert isinstance(arrived.get(timeout=20), EngineStopped)
 
 
 def test_engine_death_is_noticed_before_the_server_ends(stage: Stage) -> None:

@@ -15,7 +15,7 @@ from vlfit.api.outputs import Chunk, Listener
 from vlfit.api.progress import LoadProgress
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Backend, Capabilities, Prepared, Ticket
-from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend
+from vlfit.backends.remote import MAX_CONCURRENT, RemoteBackend, closed_error
 from vlfit.backends.vllm import attempts
 from vlfit.backends.vllm.attempts import ServingVllm, StartAttempts
 from vlfit.backends.vllm.installed import find_vllm
@@ -417,10 +417,15 @@ class VllmBackend(Backend):
         )
 
     def _report_loss(self, item: Chunk | Exception, listener: Listener) -> None:
-        """Give the listener the reason of vLLM's death, or ``item`` itself if it lives."""
+        """Give the listener the reason of vLLM's death, or ``item`` itself if it lives.
+
+        If the backend is closed meanwhile, the request ends as stopped.
+        """
         end = time.monotonic() + _DEATH_SECONDS
-        while self._loss is None and time.monotonic() < end:
+        while self._loss is None and not self._closed and time.monotonic() < end:
             time.sleep(0.01)  # another thread waits for its end and reads its log
+        if self._loss is None and self._closed:
+            item = closed_error()
         listener(item if self._loss is None else self._loss)
 
     def _record_memory(self) -> None:
