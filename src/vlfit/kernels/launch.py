@@ -141,10 +141,10 @@ def pdl_options(device: torch.device) -> dict[str, Any]:
 def triggers_late(rows: int, form: str, device: torch.device) -> bool:
     """Whether a product of 2 to 64 ``rows`` triggers the next launch late (``primitives.py``).
 
-    ``form``: of quantized weights, "" for others. By steps of whole models on an H200 and 30 of its
-    multiprocessors (docs/log.md, 2026-11-29): late is faster for 9 to 16 rows, but in int4 with few
-    multiprocessors and for 4B int4 with many (2 %); for up to 8 rows in int4 with many, in 16 bits with few.
-    More rows, and formats other than 16 bits, FP8 and int4, were not measured.
+    ``form``: of quantized weights, "" for others. Chosen by steps of whole models on an H200 and on 30 of its
+    multiprocessors (docs/log.md, 2026-11-29). 9 to 16 rows: late, except int4 with few multiprocessors. 2 to 8
+    rows: early, except int4 with many multiprocessors, and 16 bits with few. More rows were not measured and
+    are early; other formats were not, either, and are as FP8.
     """
     card = card_of(device)
     few = card is not None and card.has_few_multiprocessors
@@ -152,7 +152,7 @@ def triggers_late(rows: int, form: str, device: torch.device) -> bool:
         return False
     if form == INT4:
         return not few
-    return few and not form if rows <= 8 else True
+    return rows > 8 or (few and not form)
 
 
 @cache
