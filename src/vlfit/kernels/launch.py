@@ -142,9 +142,9 @@ def triggers_late(rows: int, form: str, device: torch.device) -> bool:
     """Whether a product of 2 to 64 ``rows`` triggers the next launch late (``primitives.py``).
 
     ``form``: of quantized weights, "" for others. Chosen by steps of whole models on an H200 and on 30 of its
-    multiprocessors (docs/log.md, 2026-11-29). 9 to 16 rows: late, except int4 with few multiprocessors. 2 to 8
-    rows: early, except int4 with many multiprocessors, and 16 bits with few. More rows were not measured and
-    are early; other formats were not, either, and are as FP8.
+    multiprocessors (docs/log.md, 2026-11-29). 9 to 16 rows: late, except int4 with few multiprocessors. 2 to
+    8 rows: early, except int4 with many multiprocessors, and 16 bits with few. More rows were not measured
+    and are early; other formats were not, either, and are as FP8.
     """
     card = card_of(device)
     few = card is not None and card.has_few_multiprocessors
