@@ -103,7 +103,8 @@ _COLUMNS: dict[type, tuple[str, ...]] = {
     RowTiles: ("warps", "for an output", "outputs a lane", "ahead", "programs"),
     Tiles: ("outputs", "inputs", "warps", "parts", "stages", "splits"),
 }
-TilesOf = Mapping[str, RowTiles | Tiles]  # by product; without: those that the engine chooses
+AnyTiles = RowTiles | Tiles  # of one row, or of several
+TilesOf = Mapping[str, AnyTiles]  # by product; without: those that the engine chooses
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +112,7 @@ class Timed:
     """A step's ``seconds`` with ``tiles`` in ``product``; None for both: as the engine has it."""
 
     product: str | None
-    tiles: RowTiles | Tiles | None
+    tiles: AnyTiles | None
     seconds: float
 
 
@@ -171,7 +172,7 @@ class DecodeStep:
             rows = self._multiply_and_add(inner, down, tiles.get("down"))
         return multiply(rows, self.head, tiles.get("head")) if len(self.head) else self.hidden
 
-    def _multiply_and_add(self, x: Tensor, weights: Weights, tiles: RowTiles | Tiles | None) -> PreNormRows:
+    def _multiply_and_add(self, x: Tensor, weights: Weights, tiles: AnyTiles | None) -> PreNormRows:
         residual = ResidualEpilogue(self.hidden, self.norm, EPS)
         if len(x) > 1:
             chosen = arguments_of(tiles, len(x), weights)
@@ -184,14 +185,14 @@ class DecodeStep:
         return prenorm
 
 
-def arguments_of(tiles: RowTiles | Tiles | None, rows: int, weights: Weights) -> dict[str, Any]:
+def arguments_of(tiles: AnyTiles | None, rows: int, weights: Weights) -> dict[str, Any]:
     """What a product of several rows is called with. Raises ``ValueError`` for tiles of one row."""
     if isinstance(tiles, RowTiles):
         raise ValueError("tiles of one row for several")
     return {} if tiles is None else tiles.of(rows, weights)
 
 
-def form_of(x: Tensor, weights: Weights, tiles: RowTiles | Tiles | None, *, swiglu: bool = False) -> RowForm:
+def form_of(x: Tensor, weights: Weights, tiles: AnyTiles | None, *, swiglu: bool = False) -> RowForm:
     """How one row ``x`` is multiplied. Raises ``ValueError`` where the kernel for one row does not."""
     if isinstance(tiles, Tiles):
         raise ValueError("tiles of several rows for one")
@@ -205,7 +206,7 @@ def form_of(x: Tensor, weights: Weights, tiles: RowTiles | Tiles | None, *, swig
 
 
 def multiply(
-    x: Tensor | PreNormRows, weights: Weights, tiles: RowTiles | Tiles | None, *, swiglu: bool = False
+    x: Tensor | PreNormRows, weights: Weights, tiles: AnyTiles | None, *, swiglu: bool = False
 ) -> Tensor:
     """``x`` [rows, inputs] by ``weights``: [rows, outputs], with ``swiglu`` half as many."""
     rows, _ = unwrap_rows(x)
@@ -233,7 +234,7 @@ def bytes_of(weights: Weights) -> int:
     return weights.nbytes if isinstance(weights, Tensor) else weights.codes.nbytes + weights.scale.nbytes
 
 
-def candidates(at_once: int = 1) -> Iterator[tuple[str, RowTiles | Tiles]]:
+def candidates(at_once: int = 1) -> Iterator[tuple[str, AnyTiles]]:
     """Products and tiles to try in them, alone in the step, for so many requests."""
     if at_once > 1:
         for product, shape, splits in itertools.product(PRODUCTS, _TILES, _SPLITS):
@@ -281,7 +282,7 @@ def main() -> None:
     write_json(options.json, {**facts, "steps": found})
 
 
-def time_all(step: DecodeStep, tried: Sequence[tuple[str, RowTiles | Tiles]]) -> list[Timed]:
+def time_all(step: DecodeStep, tried: Sequence[tuple[str, AnyTiles]]) -> list[Timed]:
     """The step as it is, each candidate, and the step as it is once more: what the card drifts by."""
     timed = [Timed(None, None, seconds_of([lambda: step.run({})] * 2))]
     for product, tiles in tried:
@@ -293,7 +294,7 @@ def time_all(step: DecodeStep, tried: Sequence[tuple[str, RowTiles | Tiles]]) ->
     return timed
 
 
-def compile_all(checkpoint: str, at_once: int, tried: Sequence[tuple[str, RowTiles | Tiles]]) -> None:
+def compile_all(checkpoint: str, at_once: int, tried: Sequence[tuple[str, AnyTiles]]) -> None:
     """Compile all that ``tried`` needs into Triton's cache on disk, by several processes."""
     if not tried:
         return
@@ -302,7 +303,7 @@ def compile_all(checkpoint: str, at_once: int, tried: Sequence[tuple[str, RowTil
         list(pool.map(_compile_part, parts))
 
 
-def _compile_part(part: tuple[str, int, Sequence[tuple[str, RowTiles | Tiles]]]) -> None:
+def _compile_part(part: tuple[str, int, Sequence[tuple[str, AnyTiles]]]) -> None:
     checkpoint, at_once, tried = part
     # The second layer takes sums of the first.
     step = DecodeStep(checkpoint, torch.device("cuda", 0), 2, at_once, head=False)

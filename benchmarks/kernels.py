@@ -3,8 +3,8 @@ run.
 
     python -m benchmarks.kernels --json FILE       about two minutes
     python -m benchmarks.kernels --only 4B --rows 1 --formats "int4 of 32" Q4_0 Q4_K Q6_K Q8_0
-    python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes; those of one row
-                                                   are swept by benchmarks.decode_step
+    python -m benchmarks.kernels --sweep           candidates for the tables of tile sizes, 32 and 128 rows;
+                                                   benchmarks.decode_step sweeps those of up to 16
 
 GB/s are bytes that must be read (weights and scales, or keys and values) over time, beside the speed at which
 this GPU copies memory, measured in the same run. Launches are not included: calls are captured in one CUDA

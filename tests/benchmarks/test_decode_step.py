@@ -1,9 +1,6 @@
 """The decode step that is timed: which kernels it launches, by which tiles, and what a sweep tries."""
 
 import json
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -12,6 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.decode_step import CHECKPOINTS, PRODUCTS, DecodeStep, Tiles, candidates
+from tests.kernels.uninterpreted import output_of
 from vlfit.kernels.gemm.one_row import RowTiles
 
 # Run apart from these tests, in which Triton interprets kernels and so has no launches to record.
@@ -53,12 +51,7 @@ print(json.dumps([counted, [[*key, times] for key, times in by_tiles.items()]]))
 @pytest.fixture(scope="module")
 def launches() -> list[Any]:
     """Launches of three layers by checkpoint, requests and kernel; of one layer with the tiles asked for."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", LAUNCHES], env=environment, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    found: list[Any] = json.loads(done.stdout)
+    found: list[Any] = json.loads(output_of("-c", LAUNCHES))
     return found
 
 

@@ -12,15 +12,13 @@ that is a string: it must be a constant of the function that calls, first.
 """
 
 import ast
-import os
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 import vlfit.kernels
+from tests.kernels.uninterpreted import output_of
 from vlfit.kernels.gemm.weights import WeightForm
 
 PROGRAM = """
@@ -51,17 +49,7 @@ print(found > 30)
 
 def test_constants_have_one_value_and_parameters_no_reserved_name() -> None:
     pytest.importorskip("triton")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env=environment,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == "True\n"
+    assert output_of("-c", PROGRAM) == "True\n"
 
 
 def test_strings_of_records_are_no_arguments() -> None:

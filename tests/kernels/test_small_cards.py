@@ -8,15 +8,14 @@ difference.
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.kernels.uninterpreted import output_of
 
 # Bytes of shared memory that a program may have (CUDA C++ Programming Guide, technical specifications).
 SHARED = {"8.0": 163 * 1024, "8.6": 99 * 1024, "8.9": 99 * 1024, "12.0": 99 * 1024}
@@ -33,18 +32,7 @@ def run_module(module: str, *arguments: str, **settings: str) -> Any:
     """What a module prints as JSON, in a process of its own with Triton's compiler."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed (torch's CPU build comes without it)")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-m", module, *arguments],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        cwd=Path(__file__).parents[2],
-        env={**environment, **settings},
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(output_of("-m", module, *arguments, timeout=900, **settings))
 
 
 def check_limits(card: str, launches: dict[str, dict[str, Any]]) -> None:

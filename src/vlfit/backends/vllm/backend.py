@@ -424,9 +424,11 @@ class VllmBackend(Backend):
         end = time.monotonic() + _DEATH_SECONDS
         while self._loss is None and not self._closed and time.monotonic() < end:
             time.sleep(0.01)  # another thread waits for its end and reads its log
-        if self._loss is None and self._closed:
+        if self._loss is not None:
+            item = self._loss
+        elif self._closed:
             item = closed_error()
-        listener(item if self._loss is None else self._loss)
+        listener(item)
 
     def _record_memory(self) -> None:
         """Record what the card holds now, with requests, for the next plan."""

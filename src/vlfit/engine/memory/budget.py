@@ -24,7 +24,7 @@ _OUT_OF_MEMORY = (
 # For small tensors that the rehearsal did not have at once; with 4 MiB a thousand mixed requests took 8 more.
 # It comes out of the plan's slack for torch's pool: of 23 processes without any spare the one closest to its
 # plan left 16 MiB (benchmarks/measured/ledger-h100.json).
-SMALL_SPARE = 12 * MIB
+_SPARE = 12 * MIB
 # Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
 _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
 
@@ -101,7 +101,7 @@ class Budget:
 
         A segment is as large as the tensor that it was taken for. A tensor of another size may fit into none
         of those that are free, and torch takes a further one; of a single segment it would be a part. Those
-        for tensors up to a MiB become ``SMALL_SPARE`` larger. If another process takes the memory meanwhile,
+        for tensors up to a MiB become ``_SPARE`` larger. If another process takes the memory meanwhile,
         torch takes segments as they are needed, as before.
         """
         if self.device.type != "cuda":
@@ -110,7 +110,7 @@ class Budget:
             before = _reserved_bytes(self.device)
             torch.cuda.empty_cache()
             large, small = (a - b for a, b in zip(before, _reserved_bytes(self.device), strict=True))
-            sizes = [large, *[MIB] * ((small + SMALL_SPARE) // MIB)]
+            sizes = [large, *[MIB] * ((small + _SPARE) // MIB)]
             tensors = [torch.empty(size, dtype=torch.uint8, device=self.device) for size in sizes]
             del tensors
 
