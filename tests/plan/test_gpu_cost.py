@@ -35,8 +35,8 @@ def held_to_30(gpu: Gpu, read: float) -> Gpu:
 # or measured with kernels of another day).
 FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
     (H200, "2B", "bf16", 951, 0.0148),
-    (H200, "2B", "fp8", 1313, 0.0192),
-    (H200, "4B", "fp8", 705, 0.0231),
+    (H200, "2B", "fp8", 1313, None),
+    (H200, "4B", "fp8", 705, None),
     (H200, "4B", "int4", 910, 0.0264),
     (H200, "8B", "int4", None, 0.0361),
     (held_to_30(H200, 3129e9), "2B", "fp8", 751, None),
@@ -48,6 +48,15 @@ FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
 ]
 # Measured after the fit or on another card; sections of docs/log.md.
 NOT_FITTED: list[tuple[Gpu, str, str, float | None, float | None]] = [
+    # 2026-11-30: the tree of 71740e89 on the card
+    (H200, "2B", "bf16", 939, 0.0155),
+    (H200, "2B", "fp8", 1307, 0.0155),
+    (H200, "4B", "fp8", 698, 0.0217),
+    (H200, "4B", "int4", 903, 0.0223),
+    (H200, "8B", "int4", 656, 0.0379),
+    (held_to_30(H200, 2765e9), "2B", "bf16", 596, 0.0431),
+    (held_to_30(H200, 2765e9), "4B", "int4", 480, 0.0681),
+    (held_to_30(H200, 2765e9), "8B", "int4", 335, 0.1192),
     # 2026-11-29: the next weights brought into L2, and what a step waits for
     (H200, "8B", "int4", 662, None),
     # 2026-11-28: one row by FP8 and 16 bits with matrix units; kernels of before

@@ -105,9 +105,10 @@ class StepCosts:
 
 @dataclass(frozen=True, slots=True)
 class FittedSeconds:
-    """Expected seconds of a decode step, and of a first token's ``text`` and ``tower``, all on the card.
+    """Expected seconds of a decode step, and of a first token's ``text`` and ``tower``.
 
-    ``least_step``: seconds in which a step's bytes could be read at best.
+    ``text`` begins with preparing the prompt on the host; the rest is on the card. ``least_step``: seconds in
+    which a step's bytes could be read at best.
     """
 
     step: float

@@ -24,7 +24,7 @@ from vlfit.plan.gpus import check_kernel_capability, command_on_gpu, emptiest_gp
 from vlfit.plan.ledger import TYPICAL_REQUEST, Line, PlanSettings
 from vlfit.plan.native import gpu_cost, verified
 from vlfit.plan.native import lines as ledger
-from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, pool_tokens
+from vlfit.plan.native.cost import TIGHT_REQUEST, kv_tokens, longest_captured_prompt, pool_tokens
 from vlfit.plan.native.ram import (
     check_ram,
     copy_seconds,
@@ -195,8 +195,19 @@ class NativeCosts:
         step = gpu_cost.step_seconds(model, gpu, costs.constants, moved)
         if settings.offloaded_layers:  # no CUDA graph
             step = max(step, model.text.num_hidden_layers * costs.launch)
+        captured = (
+            ledger.dequant_config_on(gpu).captures_prompts
+            and not settings.offloaded_layers
+            and settings.image_tokens + TEXT_TOKENS <= longest_captured_prompt(settings.chunk)
+        )
         prompt = gpu_cost.prompt_seconds(
-            model, gpu, costs.constants, settings.image_tokens, TEXT_TOKENS, settings.chunk
+            model,
+            gpu,
+            costs.constants,
+            settings.image_tokens,
+            TEXT_TOKENS,
+            settings.chunk,
+            captured=captured,
         )
         return FittedSeconds(step, gpu_cost.least_seconds(gpu, moved), prompt.text, prompt.tower)
 

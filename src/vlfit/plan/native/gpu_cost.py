@@ -69,6 +69,8 @@ FP8_BY_CUBLAS = Constant(581 / 794, MEASURED, "a layer of 4B, 787 rows, 30 of an
 # Cycles of one multiprocessor to dequantize a weight, once a pass.
 DEQUANTIZE_CYCLES = Constant(0.10, MEASURED, "128 rows of 4B with 30 multiprocessors, 2026-11-23")
 PASS_CYCLES = Constant(150e-6 * 1.98e9, MEASURED, f"a layer of a pass beside its products; {_H200}")
+# Seconds of the host before the card begins: chat template and tokens.
+PREPARING_SECONDS = Constant(1.2e-3, MEASURED, "a question about a picture, 1.2 to 1.7 ms; hosts of H200s")
 # Seconds in which the host asks for a layer's kernels, and for those that dequantize its weights besides.
 HOST_SECONDS = Constant(0.28e-3, MEASURED, "2B in bf16, 787 tokens: 7.8 ms for 28 layers; one H200")
 HOST_TO_DEQUANTIZE = Constant(0.20e-3, MEASURED, "0.43 to 0.54 ms a layer in all, FP8 and int4; one H200")
@@ -76,7 +78,10 @@ HOST_TO_DEQUANTIZE = Constant(0.20e-3, MEASURED, "0.43 to 0.54 ms a layer in all
 
 @dataclass(frozen=True, slots=True)
 class PromptSeconds:
-    """Expected seconds of a prompt: ``text`` of all passes of the text model, ``tower`` of its picture."""
+    """Expected seconds of a prompt: ``tower`` of its picture, ``text`` of all the rest.
+
+    The rest is preparing the prompt on the host, and all passes of the text model.
+    """
 
     text: float
     tower: float
@@ -118,11 +123,19 @@ def least_seconds(gpu: Gpu, moved: float) -> float:
 
 
 def prompt_seconds(
-    model: Model, gpu: Gpu, constants: Constants, image_tokens: int, text_tokens: int, chunk: int
+    model: Model,
+    gpu: Gpu,
+    constants: Constants,
+    image_tokens: int,
+    text_tokens: int,
+    chunk: int,
+    *,
+    captured: bool = False,
 ) -> PromptSeconds:
     """Expected seconds of a prompt with a picture of ``image_tokens``, in passes of ``chunk`` tokens.
 
-    ``gpu`` must be known (``is_known``).
+    ``gpu`` must be known (``is_known``). ``captured``: its pass is a CUDA graph, for which no layer waits for
+    the host, as of a length that has come before on a card with room for such graphs.
     """
     rate = _large_product_flops(gpu, constants)
     prompt = image_tokens + text_tokens
@@ -145,7 +158,8 @@ def prompt_seconds(
     # Rows are quantized where weights are not dequantized: both ask the host for more kernels.
     asks_more = bool(model.gguf_type) or any(matrix.form != BF16 for matrix, _ in model.text_matrices)
     asking = layers * _host_seconds(constants, dequantizes=asks_more)
-    text = max(computing + layers * PASS_CYCLES.value / _clock(gpu), asking)
+    computing += layers * PASS_CYCLES.value / _clock(gpu)
+    text = PREPARING_SECONDS.value + (computing if captured else max(computing, asking))
     return PromptSeconds(text, tower_work(model.vision, image_tokens) / (rate * TOWER_SHARE.value))
 
 
