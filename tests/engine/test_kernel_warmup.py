@@ -143,6 +143,8 @@ def test_no_request_launches_what_the_start_did_not(
     tiny: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     launches = Launches(monkeypatch)
+    at_defragment: list[int] = []
+    monkeypatch.setattr(NativeEngine, "defragment", lambda _: at_defragment.append(launches.most_features))
     built = started(tiny(name), device="cpu")
     assert built.counters == Counters()
     assert built.block_manager.num_free == built.block_manager.num_blocks
@@ -157,6 +159,7 @@ def test_no_request_launches_what_the_start_did_not(
     # Pools of memory grow with them, too.
     assert most_features > 600 + 200  # those of a whole pass, and of what it reaches of large pictures
     assert launches.most_features <= most_features
+    assert at_defragment == [most_features]  # so the pool's one segment is large enough for them
 
 
 class CountedTower:

@@ -74,11 +74,16 @@ class ProfilingRun:
 def profile_peak_memory(engine: NativeEngine) -> ProfilingRun:
     """Run the worst case before the first request, so that torch's memory pool grows to its largest now.
 
-    Clears ``engine.counters`` and the encoder cache afterwards. Raises ``DoesNotFit`` if a step of the worst
-    case needs more memory than is free or than the plan allows, even if it succeeds when retried.
+    On a GPU the step with the most image features follows, in few layers, and then the pool is defragmented:
+    its one free segment is as large as that step needs, too. Clears ``engine.counters`` and the encoder cache
+    afterwards. Raises ``DoesNotFit`` if a step of the worst case needs more memory than is free or than the
+    plan allows, even if it succeeds when retried.
     """
     try:
         run = run_worst_case(engine, engine.image_tokens)
+        if kernels.enabled_on(engine.device):
+            with engine.prefill_pacer.disabled(), few_layers(engine):
+                _run_most_features(engine)
         num_retries = engine.counters.retried_steps
     except OutOfMemory as error:
         raise worst_case_error(engine, error.message) from None
@@ -410,6 +415,11 @@ def _run_all_kinds(engine: NativeEngine) -> None:
     if engine.runner.drafter is not None:
         for rows in VERIFY_ROWS:
             _run_verify_step(engine, rows - 1, _FixedModelProposer)
+    _run_most_features(engine)
+
+
+def _run_most_features(engine: NativeEngine) -> None:
+    """Run ``max_features_prompt`` if the model takes pictures and the context holds it."""
     if engine.image_tokens:
         prompt = max_features_prompt(engine)
         if len(prompt.token_ids) <= engine.context - _WARM_UP_TOKENS:
