@@ -202,6 +202,16 @@ def test_plan_is_for_the_emptiest_gpu() -> None:
     assert planned("8B", both).gpu.name == large.name
 
 
+def test_plan_passes_over_a_gpu_that_the_kernels_do_not_run_on() -> None:
+    old, small = machine_with_card("RTX 2080 Ti").gpus[0], EXAMPLE.gpus[0]
+    both = replace(EXAMPLE, gpus=(old, replace(small, index=1)))
+    assert old.free > small.free
+    assert planned("2B", both).gpu.name == small.name
+    assert planned("2B", both, weights="bf16", backend="transformers").gpu.name == old.name
+    with pytest.raises(DeviceError, match=r"7\.5"):
+        planned("2B", replace(EXAMPLE, gpus=(old,)))
+
+
 def test_command_names_the_gpu_if_there_are_several() -> None:
     small, large = EXAMPLE.gpus[0], machine_with_card("RTX 3090").gpus[0]
     both = replace(EXAMPLE, gpus=(small, replace(large, index=1)))

@@ -51,6 +51,8 @@ class NativeBackend(InProcessBackend):
         warms up the kernels. ``options`` None: the defaults. Raises ``CheckpointError``, ``HubError``,
         ``DeviceError`` or ``DoesNotFit``.
         """
+        options = options or EngineOptions()
+        preload.check_gpus(options.device, options.kernels)
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         if checkpoint.config.vision is not None:
             decode_pool().start()
@@ -58,7 +60,6 @@ class NativeBackend(InProcessBackend):
         # torch takes a second or more to import: only once the checkpoint is known to be sound.
         if progress is not None and "torch" not in sys.modules:
             progress("importing torch", 0.0)
-        options = options or EngineOptions()
         where = checkpoint.folder if isinstance(model, Checkpoint) else model
         compiling = start_build(where, checkpoint, options)
         preload.import_triton("cpu" if options.kernels == "plain" else options.device)

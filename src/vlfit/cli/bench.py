@@ -135,6 +135,9 @@ def bench(
     )
     if picture:
         bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture)))
+    from vlfit.loading.preload import check_gpus
+
+    check_gpus(settings.device, settings.kernels)
     chosen = resolve_auto(settings.model, printer, settings.device)
     name = resolve_or_ask(chosen, printer, yes=settings.yes, device=settings.device)
     bench_options = _shortened(name, bench_options, given, printer)

@@ -483,10 +483,15 @@ def _pull(model: str) -> tuple[str, str]:
         where = "ships with vlfit" if one.name == MINI else "is on this computer"
         typer.echo(f"{name} {where}: nothing to download", err=True)
         return opening_name(model, one), str(one.folder if one.is_gguf else folder)
+    from vlfit.loading.kernel_build import start_build_for_pull
+    from vlfit.loading.preload import check_gpus
+
+    try:
+        check_gpus("auto")
+    except VlfitError as error:  # the files may be for another computer, or for its processor
+        typer.echo(f"warning: {error.message}. {error.hint}", err=True)
     if one.is_gguf:
         return one.name, _pull_gguf(one.name)
-    from vlfit.loading.kernel_build import start_build_for_pull
-
     kernels = start_build_for_pull(one.name)
     try:
         with nearest_names_in_hint(one.name):

@@ -479,11 +479,13 @@ def _plan_catalog(
 
 def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
     """The GPU to plan for, or without one RAM; raises ``DeviceError`` for transformers, which needs a GPU."""
+    from vlfit.machine.cards import KERNEL_CAPABILITY
     from vlfit.plan.gpus import emptiest_gpu
     from vlfit.plan.processors import ram_as_gpu
 
     if machine.gpus and wishes.device is None:
-        return emptiest_gpu(machine)
+        native = wishes.backend == BackendName.native
+        return emptiest_gpu(machine, KERNEL_CAPABILITY) if native else emptiest_gpu(machine)
     return emptiest_gpu(machine) if wishes.backend == BackendName.transformers else ram_as_gpu(machine)
 
 
@@ -636,6 +638,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
             f"there is no GPU to measure: {machine.no_gpu_reason}",
             "Without a GPU, plans use the constants that ship with vlfit.",
         )
+    from vlfit.machine.cards import KERNEL_CAPABILITY
     from vlfit.plan.calibration import save
     from vlfit.plan.gpus import emptiest_gpu
 
@@ -646,7 +649,7 @@ def _calibrate(machine: "Machine", printer: Printer, *, elsewhere: bool) -> None
         raise DeviceError(
             f"measuring needs torch, which cannot be imported: {error}", "Run vlfit doctor to find the cause."
         ) from None
-    gpu = emptiest_gpu(machine)
+    gpu = emptiest_gpu(machine, KERNEL_CAPABILITY)
     printer.note(f"Measuring {gpu.name}. This takes less than a minute.")
     measured = calibrate(gpu, lambda what: printer.note(f"  {what}"))
     path = save(measured)

@@ -88,10 +88,11 @@ class Session:
 
         ``here``: this computer opens the model, so the user must agree to a download; False: other machines
         do (Ray). May download the files of a native model, to see whether it is text-only. Raises
-        ``UsageError`` for a text-only model if the command needs pictures, and what ``resolve_or_ask``
-        raises.
+        ``UsageError`` for a text-only model if the command needs pictures, ``DeviceError`` if all GPUs here
+        are too old for the native engine, and what ``resolve_or_ask`` raises.
         """
         from vlfit.backends.opening import BackendSpec
+        from vlfit.loading.preload import check_gpus
 
         settings, name = self._settings, self._settings.model
         if self.kind == "remote":
@@ -99,6 +100,8 @@ class Session:
             api_key = key.get_secret_value() if key else None
             model = None if name == "auto" else name
             return BackendSpec(kind=self.kind, model=model, server=self._server, api_key=api_key)
+        if here and self.kind == "native":
+            check_gpus(settings.device, settings.kernels)
         if name == "auto":
             name = self._auto_model
         trusted = self._typed.trust_remote_code

@@ -110,6 +110,9 @@ def verify(
         result = _elsewhere(settings, options, level, printer)
     else:
         wanted = verify_options(settings)
+        from vlfit.loading.preload import check_gpus
+
+        check_gpus(wanted.device, wanted.kernels)
         chosen = resolve_auto(settings.model, printer, settings.device)
         name = resolve_or_ask(chosen, printer, yes=settings.yes, device=settings.device)
         result = verify_here(name, wanted, level, printer)

@@ -17,11 +17,13 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
+from vlfit.api.engine_options import KERNEL_GROUPS, plain_groups
 from vlfit.checkpoint.headers import shard_files
 from vlfit.errors import VlfitError
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
+from vlfit.plan.gpus import check_kernel_capability
 from vlfit.units import MIB
 
 _CHUNK = 4 * MIB  # of a file, read at a time
@@ -75,6 +77,19 @@ def leave_out_compiler() -> None:
         stub = ModuleType(_COMPILER)
         stub.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
         sys.modules[_COMPILER] = torch._dynamo = stub
+
+
+def check_gpus(device: str, kernels: str = "auto") -> None:
+    """Raise ``DeviceError`` if all GPUs here are too old for the native engine's kernels.
+
+    Call it before a model is downloaded or loaded; ``device`` and ``kernels`` as in ``EngineOptions``. Does
+    nothing where no kernel would run on a GPU: with ``cpu``, with plain kernels, and with a torch that is no
+    CUDA build. The engine itself checks the one that it runs on.
+    """
+    if device == "cpu" or len(plain_groups(kernels)) == len(KERNEL_GROUPS) or not has_cuda_build():
+        return
+    if gpus := gpus_at_start():
+        check_kernel_capability(max(gpus, key=lambda gpu: gpu.compute_capability))
 
 
 def start_cuda_context(device: str) -> tuple[Gpu, ...]:

@@ -8,10 +8,10 @@ from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.plans import Command
 
 
-def emptiest_gpu(machine: Machine) -> Gpu:
-    """The GPU with the most free memory of those that torch has kernels for, or of all if there are none.
+def emptiest_gpu(machine: Machine, oldest: tuple[int, int] = OLDEST_CAPABILITY) -> Gpu:
+    """The GPU with the most free memory of those from compute capability ``oldest`` on, or of all if none is.
 
-    If the driver does not report its bandwidth, the calibration's is filled in. Raises ``DeviceError`` if
+    The default ``oldest``: the first that torch has kernels for. If the driver does not report its bandwidth, the calibration's is filled in. Raises ``DeviceError`` if
     ``machine`` has no GPU.
     """
     if not machine.gpus:
@@ -21,20 +21,20 @@ def emptiest_gpu(machine: Machine) -> Gpu:
             "--cards lists them), or --machine FILE. Without a GPU leave out --backend: vlfit's own engine "
             "runs on the processor, and is planned for it.",
         )
-    usable = [gpu for gpu in machine.gpus if not _is_too_old(gpu)]
+    usable = [gpu for gpu in machine.gpus if not _is_older(gpu, oldest)]
     return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
 
 
 def check_kernel_capability(gpu: Gpu) -> None:
     """Raise ``DeviceError`` if vlfit's own kernels do not run on ``gpu``; an unknown capability passes."""
     check_capability(gpu)
-    if (0, 0) < gpu.compute_capability < KERNEL_CAPABILITY:
+    if _is_older(gpu, KERNEL_CAPABILITY):
         raise kernels_need_newer_card(gpu.name, gpu.compute_capability)
 
 
 def check_capability(gpu: Gpu) -> None:
     """Raise ``DeviceError`` if torch has no kernels for ``gpu``; an unknown compute capability passes."""
-    if _is_too_old(gpu):
+    if _is_older(gpu, OLDEST_CAPABILITY):
         capability, oldest = (
             ".".join(map(str, each)) for each in (gpu.compute_capability, OLDEST_CAPABILITY)
         )
@@ -54,9 +54,9 @@ def kernels_need_newer_card(name: str, capability: tuple[int, int]) -> DeviceErr
     )
 
 
-def _is_too_old(gpu: Gpu) -> bool:
+def _is_older(gpu: Gpu, capability: tuple[int, int]) -> bool:
     # (0, 0): the driver does not say.
-    return (0, 0) < gpu.compute_capability < OLDEST_CAPABILITY
+    return (0, 0) < gpu.compute_capability < capability
 
 
 def command_on_gpu(words: list[str], gpu: Gpu, machine: Machine) -> Command:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from vlfit.machine.cards import machine_with_card
+from vlfit.machine.cards import KERNEL_CAPABILITY, machine_with_card
 from vlfit.machine.desktop import memory_advice
 from vlfit.machine.model import Gpu, Machine
 from vlfit.plan import calibration
@@ -140,7 +140,7 @@ def what_if_machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
     nothing are left out, and so are cards that are not over 1 GiB larger. Raises ``DeviceError`` without a
     GPU.
     """
-    gpu = emptiest_gpu(machine)
+    gpu = emptiest_gpu(machine, KERNEL_CAPABILITY)
     for tip in memory_advice(gpu, machine.host):
         if tip.kind == "browser" and tip.freed_bytes is not None:
             yield (

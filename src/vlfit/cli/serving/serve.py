@@ -118,6 +118,10 @@ def serve(
     vllm_serve = VllmServeOptions(extra_args, options.dry_run, not options.no_retry)
     _check_vllm(settings, vllm_serve, detached=options.daemon or options.systemd)
     _check_transformers(settings)
+    if settings.backend in (None, "native") and not options.systemd:
+        from vlfit.loading.preload import check_gpus
+
+        check_gpus(settings.device, settings.kernels)
     if settings.backend == "remote":
         options.refuse_engine_options(settings.server or "the URL")
     elif names is not None and not options.systemd:

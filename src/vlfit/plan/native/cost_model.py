@@ -7,6 +7,7 @@ from typing import Any
 
 from vlfit.checkpoint.catalog import BF16
 from vlfit.checkpoint.quantization import FP8
+from vlfit.machine.cards import KERNEL_CAPABILITY
 from vlfit.machine.model import Gpu, Machine
 from vlfit.models.cache_spec import snapshot_ram_bytes
 from vlfit.plan import calibration
@@ -89,14 +90,14 @@ class NativeCosts:
         wishes: Wishes,
         smaller_variants: Sequence[Callable[[], Model]],
     ) -> Placement:
-        """The best choice on the emptiest GPU.
+        """The best choice on the emptiest GPU that the kernels run on.
 
         If nothing fits, or only below the floors: the best of ``smaller_variants``, if one does better. If
         none fits and ``wishes.offload`` is auto: as few layers in RAM as make ``models`` or else the variants
         fit. Raises ``DoesNotFit`` if the offloaded layers do not fit the RAM, ``DeviceError`` without a GPU
         that torch supports, ``UsageError`` for wishes that no model can meet.
         """
-        gpu = emptiest_gpu(machine)
+        gpu = emptiest_gpu(machine, KERNEL_CAPABILITY)
         check_kernel_capability(gpu)
         # Of a card that is not here, the RAM beside it is not known.
         tables = max(model.table_bytes for model in models) if gpu.driver else 0

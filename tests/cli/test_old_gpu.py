@@ -1,0 +1,85 @@
+"""A GPU too old for the native engine's kernels is refused before a model is downloaded or loaded."""
+
+import pytest
+
+from tests.cli.conftest import Vlfit
+from tests.machine.nvml import LARGE, FakeCard, install
+from vlfit.backends.native import NativeBackend
+from vlfit.errors import DeviceError, VlfitError
+from vlfit.loading import preload
+
+OLD = FakeCard(name="NVIDIA GeForce RTX 2070", total=8192, free=7300, capability=(7, 5))
+NOT_HERE = "Qwen/Qwen3-VL-2B-Instruct-FP8"
+
+
+@pytest.fixture(autouse=True)
+def _torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "has_cuda_build", lambda: True)
+    monkeypatch.setattr(preload, "_torch_has_cuda", lambda: False)  # no context is created in a test
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("caption", "examples/pictures/tractor-and-cat.png", "-m", NOT_HERE, "--yes"),
+        ("batch", "examples/pictures", "-o", "never.jsonl", "-m", NOT_HERE, "--yes"),
+        ("embed", "a text", "-m", NOT_HERE, "--yes"),
+        ("bench", NOT_HERE, "--yes"),
+        ("verify", NOT_HERE, "--yes"),
+        ("serve", NOT_HERE, "--yes", "--port", "0"),
+        ("serve", "mini", NOT_HERE, "--yes", "--port", "0"),
+    ],
+    ids=lambda words: " ".join(words[:2]),
+)
+def test_a_command_refuses_it_first(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]
+) -> None:
+    install(monkeypatch, OLD)
+    ended = vlfit(*words)
+    assert ended.code == DeviceError.exit_code
+    assert all(each in ended.err for each in ("RTX 2070", "7.5", "8.0", "--device cpu"))
+    assert "loading" not in ended.err
+
+
+def test_the_library_refuses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, OLD)
+    with pytest.raises(DeviceError, match=r"RTX 2070.*7\.5"):
+        NativeBackend.load(NOT_HERE)
+
+
+@pytest.mark.parametrize(
+    ("cards", "device", "kernels"),
+    [
+        ((OLD, LARGE), "auto", "auto"),
+        ((OLD,), "cpu", "auto"),
+        ((OLD,), "cuda", "plain"),
+        ((), "auto", "auto"),
+    ],
+)
+def test_what_may_run_is_not_refused(
+    monkeypatch: pytest.MonkeyPatch, cards: tuple[FakeCard, ...], device: str, kernels: str
+) -> None:
+    install(monkeypatch, *cards)
+    preload.check_gpus(device, kernels)
+
+
+def test_a_torch_for_the_processor_runs_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, OLD)
+    with pytest.raises(DeviceError):
+        preload.check_gpus("auto")
+    monkeypatch.setattr(preload, "has_cuda_build", lambda: False)
+    preload.check_gpus("auto")
+
+
+def test_pull_says_so_and_downloads(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str) -> None:
+        asked.append(name)
+        raise VlfitError("no network in this test", "")
+
+    monkeypatch.setattr("vlfit.checkpoint.hub.download", download)
+    for card in (OLD, LARGE):
+        install(monkeypatch, card)
+        assert ("7.5" in vlfit("pull", NOT_HERE).err) is (card is OLD)
+    assert asked == [NOT_HERE, NOT_HERE]
