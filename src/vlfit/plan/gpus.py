@@ -11,8 +11,8 @@ from vlfit.plan.plans import Command
 def emptiest_gpu(machine: Machine, oldest: tuple[int, int] = OLDEST_CAPABILITY) -> Gpu:
     """The GPU with the most free memory of those from compute capability ``oldest`` on, or of all if none is.
 
-    The default ``oldest``: the first that torch has kernels for. If the driver does not report its bandwidth, the calibration's is filled in. Raises ``DeviceError`` if
-    ``machine`` has no GPU.
+    The default ``oldest``: the first that torch has kernels for. If the driver does not report its bandwidth,
+    the calibration's is filled in. Raises ``DeviceError`` if ``machine`` has no GPU.
     """
     if not machine.gpus:
         raise DeviceError(

@@ -309,6 +309,7 @@ def test_caption_starts_and_stops_vllm(stage: Stage, run: Run) -> None:
     [
         (["mini", "--direct"], "--direct"),
         (["mini", "--backend", "vllm", "--direct"], "--direct"),
+        (["mini", "--backend", "vllm", "--gpu", "RTX 5060", "--dry-run"], "--gpu"),
         (["--backend=vllm", "--direct", "mini"], "--dry-run"),
         (["mini", "--backend", "vllm", "--dry-run", "--", "--direct=1"], "--direct"),
         (["mini", "--", "--seed", "3"], "--seed"),

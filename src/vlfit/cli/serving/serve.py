@@ -221,6 +221,9 @@ def _with_resolved_model(settings: "Settings", options: ServeOptions, *, downloa
     return settings.model_copy(update={"model": name})
 
 
+_OF_PLAN = ("--gpu", "--machine", "--desktop", "--wsl2")  # another computer than this one
+
+
 class ServeCommand(TyperCommand):
     """With --backend vllm, accepts vLLM's options without ``--`` before them, as guides write them."""
 
@@ -279,6 +282,11 @@ def _check_vllm(settings: "Settings", vllm_serve: VllmServeOptions, *, detached:
             if settings.backend in ("remote", "transformers"):
                 instead = f"Leave it out, or use --backend vllm in place of {settings.backend}."
             raise UsageError(f"{what} is for vLLM, but the backend is another", instead)
+    elif of_plan := [word for word in vllm_serve.extra_args if word.partition("=")[0] in _OF_PLAN]:
+        raise UsageError(
+            f"{of_plan[0]} is no option of vllm serve, which runs on this computer",
+            "Use it with vlfit plan --backend vllm, which plans for another computer.",
+        )
     elif any(word.partition("=")[0] == "--direct" for word in vllm_serve.extra_args):
         raise UsageError(
             "--direct was removed: vlfit's server always runs in front of vLLM",
