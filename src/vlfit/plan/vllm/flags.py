@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from typing import Any
 
 from vlfit.errors import UsageError
@@ -159,9 +160,13 @@ def chosen_version(named: str | None) -> Version:
     if named is not None:
         return parse_version(named)
     try:
-        return parse_version(metadata.version("vllm"), INSTALLED)
-    except metadata.PackageNotFoundError:
-        return Version(NEWEST, ".".join(str(part) for part in NEWEST), ASSUMED)
+        found, package = metadata.version("vllm"), find_spec("vllm")
+    except (metadata.PackageNotFoundError, KeyError):
+        found, package = "", None
+    # Metadata may be without a version, or be left of a package that is gone; a mere folder has no origin.
+    if found and package is not None and package.origin:
+        return parse_version(found, INSTALLED)
+    return Version(NEWEST, ".".join(str(part) for part in NEWEST), ASSUMED)
 
 
 def check_kernels(model: Model, name: str, capability: tuple[int, int], version: Version) -> None:
