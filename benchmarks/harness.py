@@ -35,8 +35,8 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def add_json_option(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write every measurement to this file")
+def add_json_option(parser: argparse.ArgumentParser, content: str = "every measurement") -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help=f"also write {content} to this file")
 
 
 def write_json(file: Path | None, content: object) -> None:

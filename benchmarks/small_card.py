@@ -4,9 +4,13 @@
     python -m benchmarks.small_card --llama-bench PROGRAM --gguf FILE --json FILE sizes 2B-bf16
     python -m benchmarks.small_card --multiprocessors 20,30 --probe-only
 
-What follows the benchmark's name is for it. First what the multiprocessors give by themselves: bytes/s of a
-kernel that only reads, and a product of bfloat16 matrices by torch. Then llama-bench, if asked for, and the
-benchmark. All on the whole card, outside of MPS, and then on each number of multiprocessors.
+First what the multiprocessors give by themselves: bytes/s of a kernel that only reads, and a product of
+bfloat16 matrices by torch; nothing else runs if MPS does not limit them. Then llama-bench, if asked for, and
+the benchmark: on each number of multiprocessors, and last on the whole card, outside of MPS.
+
+What follows the benchmark's name is for it. Of a `--json FILE.json` there each run gets a file of its own:
+FILE-30.json with 30 multiprocessors, FILE-132.json on a whole card of 132. `--json` before the name is for
+this module: what the multiprocessors give, and llama-bench.
 
 An MPS daemon of its own is started and ended: no setting of the card changes, and processes outside of it see
 nothing. Bandwidth and clocks stay those of the card: a real small card is slower where memory is the limit.
@@ -23,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -77,7 +81,7 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--gguf", type=Path, metavar="FILE", help="its model")
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    add_json_option(parser)
+    add_json_option(parser, "what the multiprocessors give, and llama-bench, but nothing of the benchmark,")
     parser.add_argument("benchmark", nargs="?", help="name of a module of benchmarks/")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="of the benchmark")
     options = parser.parse_args(arguments)
@@ -88,12 +92,18 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     if options.benchmark is not None and options.probe_only:
         parser.error("--probe-only runs no benchmark")
     if options.benchmark is not None and not is_benchmark(options.benchmark):
-        parser.error(f"there is no benchmark {options.benchmark!r} in benchmarks/")
+        parser.error(f"there is no benchmark {options.benchmark!r} in benchmarks/ that runs by itself")
     if (options.llama_bench is None) != (options.gguf is None):
         parser.error("--llama-bench and --gguf go together")
     for file in (options.llama_bench, options.gguf):
         if file is not None and not file.is_file():
             parser.error(f"there is no file {file}")
+    theirs = [ROOT / file for file in json_files(options.arguments)]
+    for file in [options.json, *theirs] if options.json is not None else theirs:
+        try:
+            check_writable(file)
+        except (OSError, ValueError) as error:
+            parser.error(f"--json {file} cannot be written: {getattr(error, 'strerror', None) or error}")
     return options
 
 
@@ -102,38 +112,94 @@ def counts(text: str) -> tuple[int, ...]:
     if not re.fullmatch(r"\d{1,4}(,\d{1,4})*", text):
         raise argparse.ArgumentTypeError(f"{text!r} is not one or more numbers with commas")
     numbers = tuple(int(each) for each in text.split(","))
-    if min(numbers) < 1 or len(numbers) > _MAX_NUMBERS:
-        raise argparse.ArgumentTypeError(f"{text!r}: 1 to {_MAX_NUMBERS} numbers from 1 on")
+    if min(numbers) < 1 or len(numbers) > _MAX_NUMBERS or len(set(numbers)) < len(numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: 1 to {_MAX_NUMBERS} numbers from 1 on, each once")
     return numbers
 
 
 def is_benchmark(name: str) -> bool:
-    """Whether ``name`` is a module of benchmarks/ that can be run, other than this one."""
+    """Whether ``name`` is a module of benchmarks/ that can be run, other than this one.
+
+    Programs that other benchmarks start, such as ``engine_workers``, have no options and are none.
+    """
     file = ROOT / "benchmarks" / f"{name}.py"
-    known = name.isidentifier() and name != Path(__file__).stem and file.is_file()
-    return known and "__main__" in file.read_text("utf-8")
+    if not name.isidentifier() or name == Path(__file__).stem or not file.is_file():
+        return False
+    text = file.read_text("utf-8")
+    return "__main__" in text and re.search(r"argument_parser\(|ArgumentParser\(", text) is not None
+
+
+def check_writable(file: Path) -> None:
+    """Open ``file`` for writing, and leave it as it was; its folder is made. Raises ``OSError``."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    existed = file.exists()
+    file.open("a").close()
+    if not existed:
+        file.unlink()
+
+
+def json_files(arguments: Sequence[str]) -> list[str]:
+    """The files of ``--json`` among a benchmark's arguments."""
+    return [file for _, _, file in _json_words(arguments)]
+
+
+def with_number(arguments: Sequence[str], number: int) -> list[str]:
+    """``arguments`` with ``number`` before the suffix of each file of ``--json``."""
+    made = list(arguments)
+    for at, front, file in _json_words(arguments):
+        path = Path(file)
+        made[at] = f"{front}{path.with_stem(f'{path.stem}-{number}')}"
+    return made
+
+
+def _json_words(arguments: Sequence[str]) -> Iterator[tuple[int, str, str]]:
+    """Where a file of ``--json`` stands, what is before it in its word, and the file.
+
+    Also of ``--json=FILE`` and of what argparse takes for the same, such as ``--js``. Not of an empty name.
+    """
+    for at, word in enumerate(arguments):
+        option, equals, file = word.partition("=")
+        if len(option) > len("--") and "--json".startswith(option):
+            place = at if equals else at + 1
+            given = file if equals else "".join(arguments[place : place + 1])
+            if Path(given).name:
+                yield place, f"{option}=" if equals else "", given
 
 
 def run(options: argparse.Namespace) -> int:
     """Probe, and run the benchmark. Returns its worst exit code. Raises ``CannotLimit``."""
     check_host()
-    row = {"wanted": None, **run_probe({})}
-    total = row["multiprocessors"]
-    for number in options.multiprocessors:
-        if number >= total:
-            raise CannotLimit(f"the card has {total} multiprocessors; --multiprocessors {number} is no limit")
-    print(f"commit {commit()}; {card()}")
-    rows, worst = [row], 0
-    worst = max(worst, run_on(row, total, {}, options, with_benchmark=not options.limited_only))
+    whole = {"wanted": None, **run_probe({})}
+    total = whole["multiprocessors"]
+    check_numbers(options.multiprocessors, total)
+    facts = {"commit": commit(), "card": card()}
+    print(f"commit {facts['commit']}; {facts['card']}")
+    rows, worst = [whole], 0
+
+    def save() -> None:
+        write_json(options.json, {**facts, "runs": rows})
+
+    save()
     with mps_daemon() as settings:
-        for number in options.multiprocessors:
-            limit = settings | {_LIMIT: str(percentage(number, total))}
-            row = {"wanted": number, **check_limited(run_probe(limit), number, total)}
-            rows.append(row)
-            worst = max(worst, run_on(row, total, limit, options))
-            write_json(options.json, {"commit": commit(), "card": card(), "runs": rows})
-    print_rows(rows)
-    return worst
+        limits = [settings | {_LIMIT: str(percentage(each, total))} for each in options.multiprocessors]
+        for number, limit in zip(options.multiprocessors, limits, strict=True):
+            rows.append({"wanted": number, **check_limited(run_probe(limit), number, total)})
+            save()
+        print_rows(rows)
+        for row, limit in zip(rows[1:], limits, strict=True):
+            worst = max(worst, run_on(row, total, limit, options, save))
+    return max(worst, run_on(whole, total, {}, options, save))
+
+
+def check_numbers(numbers: Sequence[int], total: int) -> None:
+    """Raise ``CannotLimit`` for one of ``numbers`` that takes 100 % of ``total``, or more."""
+    most = 99 * total // 100
+    for number in numbers:
+        if number > most:
+            raise CannotLimit(
+                f"the card has {total} multiprocessors, and MPS, which counts in percent, limits it to "
+                f"{most} at most: --multiprocessors {number} is no limit"
+            )
 
 
 def run_on(
@@ -141,18 +207,21 @@ def run_on(
     total: int,
     limit: dict[str, str],
     options: argparse.Namespace,
-    *,
-    with_benchmark: bool = True,
+    save: Callable[[], None],
 ) -> int:
-    """llama-bench, into ``row``, and the benchmark, as far as asked for; the benchmark's exit code."""
+    """llama-bench, into ``row``, and the benchmark, as far as asked for; the benchmark's exit code.
+
+    ``limit``: environment of MPS's clients; empty: the whole card. ``save`` is called when ``row`` has grown.
+    """
     number = row["multiprocessors"]
     if options.llama_bench is not None:
         row["llama.cpp"] = run_llama(options.llama_bench, options.gguf, limit)
+        save()
         print(f"llama.cpp on {number} multiprocessors: {row['llama.cpp']}", flush=True)
-    if options.benchmark is None or not with_benchmark:
+    if options.benchmark is None or (options.limited_only and not limit):
         return 0
     print(f"\n--- {options.benchmark} on {number} of {total} multiprocessors", flush=True)
-    return run_benchmark(options.benchmark, options.arguments, limit)
+    return run_benchmark(options.benchmark, with_number(options.arguments, row["wanted"] or total), limit)
 
 
 def check_host() -> None:
@@ -193,7 +262,7 @@ def percentage(number: int, total: int) -> int:
 def check_limited(found: dict[str, Any], wanted: int, total: int) -> dict[str, Any]:
     """``found``, if MPS did limit the process to about ``wanted``; else raise ``CannotLimit``."""
     number = found["multiprocessors"]
-    if abs(number - wanted) > max(2, wanted // 10):
+    if number >= total or abs(number - wanted) > max(2, wanted // 10):
         raise CannotLimit(f"MPS gave {number} of {total} multiprocessors for {wanted}: nothing was measured")
     return found
 
