@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.wording import figures_in
 from vlfit._version import __version__
+from vlfit.api.conversation import ImagePart
+from vlfit.api.engine_options import KERNEL_GROUPS
 from vlfit.api.stats import EngineSettings
 from vlfit.bench import results
 from vlfit.bench.card_row import COLUMNS, CardRow, row_block, shared_name, table_line, table_rule
@@ -22,6 +25,7 @@ from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult
 
 CARDS = Path(__file__).parents[2] / "docs" / "cards.md"
 [GPU] = (replace(each, driver="580.1", cuda="13.0") for each in machine_with_card("RTX 5060").gpus)
+USUAL = BenchOptions()
 MACHINE = {"device": GPU.name, "driver": "580.1, CUDA 13.0"}
 
 
@@ -53,6 +57,9 @@ def test_bench_and_verify_print_the_same_row() -> None:
     assert ours[:4] == theirs[:4] == [GPU.name, "580.1, CUDA 13.0", __version__, "mini, bf16"]
     assert (ours[4], theirs[4]) == ("not verified", "ok (quick)")
     assert (ours[5], theirs[5]) == ("6,900 of 7,000 MiB", "-")
+    on_cpu = cells_of(row_block(replace(row, driver=""))[-1])[5]
+    assert on_cpu.startswith(ours[5])
+    assert on_cpu != ours[5]  # says of what, as the process holds more
     assert ours[6:] == theirs[6:] == ["210.0", "128 ms, 1024x768"]
 
 
@@ -64,6 +71,60 @@ def test_a_row_says_what_was_not_as_usual() -> None:
     row = results.card_row(bench_result(kv_dtype="fp8", offload=3))
     assert row is not None
     assert cells_of(row_block(row)[-1])[3] == "mini, bf16, KV cache in fp8, 3 layers in RAM"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "settings"),
+    [
+        (BenchOptions(dtype="bfloat16"), {}),
+        (BenchOptions(kernels="plain"), {}),
+        (BenchOptions(kernels="plain:attention"), {}),
+        (BenchOptions(kernels="plain:rows"), {}),
+        (BenchOptions(max_num_batched_tokens=64), {}),
+        (BenchOptions(image_tokens=64), {}),
+        (BenchOptions(), {"kv_dtype": "fp8"}),
+        (BenchOptions(), {"offload": 3}),
+        (BenchOptions(batches=(1,)), {}),
+        (BenchOptions(batches=(1, 8)), {}),
+        (BenchOptions(context=3000), {}),
+        (BenchOptions(tokens=2), {}),
+        (BenchOptions(repeat=1), {}),
+        (BenchOptions(size=(512, 512)), {}),
+        (BenchOptions(pictures=(ImagePart(b"", "one"),)), {}),
+    ],
+)
+def test_runs_that_cannot_be_compared_have_other_rows(wanted: BenchOptions, settings: dict[str, Any]) -> None:
+    usual, other = results.card_row(bench_result()), results.card_row(bench_result(wanted, **settings))
+    assert usual is not None
+    assert other is not None
+    before, after = cells_of(row_block(usual)[-1]), cells_of(row_block(other)[-1])
+    assert sum(was != now for was, now in zip(before, after, strict=True)) == 1
+    assert "/" not in "".join((*after[3:5], after[7]))  # no path
+
+
+def test_a_row_has_the_figures_of_what_was_not_as_usual() -> None:
+    wanted = BenchOptions(context=3000, tokens=2, repeat=1, batches=(1, 8), dtype="bfloat16")
+    row = results.card_row(bench_result(wanted))
+    assert row is not None
+    cells = cells_of(row_block(row)[-1])
+    assert "bfloat16" in cells[3]
+    assert 8 in figures_in(cells[3])
+    assert figures_in(cells[7])[0] == 128
+    assert figures_in(cells[7])[-3:] == [2998, 2, 1]
+
+
+def test_equal_choices_of_kernels_have_one_row() -> None:
+    named = ("plain:rows,attention", "plain:attention,rows")
+    first, second = (results.card_row(bench_result(BenchOptions(kernels=each))) for each in named)
+    assert first == second
+    every = ("plain", f"plain:{','.join(KERNEL_GROUPS)}")
+    first, second = (results.card_row(bench_result(BenchOptions(kernels=each))) for each in every)
+    assert first == second
+
+
+def test_batches_with_the_usual_number_at_most_are_as_usual() -> None:
+    usual = results.card_row(bench_result())
+    assert results.card_row(bench_result(BenchOptions(batches=(4, 2, 1)))) == usual
 
 
 @pytest.mark.parametrize(
@@ -94,14 +155,15 @@ def replace_speed(verified: VerifyResult, speed: MeasuredSpeed) -> VerifyResult:
     return verified
 
 
-def bench_result(concurrency: int = 1, **settings: Any) -> Any:
-    engine = EngineSettings("cuda:0", "", "bfloat16", 2, 64, 16, 1, 64, 64, **settings)
+def bench_result(wanted: BenchOptions = USUAL, concurrency: int = 1, **settings: Any) -> Any:
+    chunk, context = wanted.max_num_batched_tokens, wanted.context or 1024
+    engine = EngineSettings("cuda:0", "", "bfloat16", 2, context, 64, 4, chunk, 4096, **settings)
     pace = DecodeResult(concurrency, Samples((concurrency / 210,)), Samples((0.128,)), Samples((1.0,)), 90.0)
     return SimpleNamespace(
         gpu=GPU,
         account=SimpleNamespace(settings=engine),
-        options=BenchOptions(),
-        requests=SimpleNamespace(image_tokens=768),
+        options=wanted,
+        requests=SimpleNamespace(image_tokens=768, prompt_tokens=context - wanted.tokens),
         checkpoint=open_checkpoint("mini"),
         decoding=(pace,),
         planned_bytes=7000 * MIB,

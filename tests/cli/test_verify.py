@@ -20,6 +20,7 @@ from tests.parity.faults import FAULTS
 from tests.parity.faults_of_files import tensor_bytes
 from tests.programs import Program
 from tests.tiny import build_tiny
+from tests.wording import figures_in
 from vlfit.bench.workload import synthetic_picture
 from vlfit.engine.engine import NativeEngine
 from vlfit.engine.execution.model_runner import ModelRunner
@@ -255,6 +256,20 @@ def test_what_is_shared_names_no_folder(vlfit: Vlfit, tiny: Tiny) -> None:
     assert ended.code == 0
     assert str(folder.parent) not in ended.out
     assert ended.out.startswith("| | |\n|---|---|\n| model | ")
+
+
+def test_what_is_shared_names_settings(vlfit: Vlfit, tiny: Tiny) -> None:
+    ask = ("verify", tiny("tied"), "--quick", "--device", "cpu", "--share")
+    usual = vlfit(*ask)
+    other = vlfit(*ask, "--dtype", "bfloat16", "--context", 640, "--kernels", "plain", "--no-speculate")
+    assert (usual.code, other.code) == (0, 0)
+    before, after = (
+        [cell.strip() for cell in ended.out.splitlines()[-1].split("|")] for ended in (usual, other)
+    )
+    added = after[4].removeprefix(before[4]).split(", ")[1:]
+    assert len(added) == 4
+    assert any("bfloat16" in each for each in added)
+    assert figures_in(after[4]) == [*figures_in(before[4]), 640]
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,16 @@ def test_transformers(vlfit: Vlfit, tiny: Tiny) -> None:
     assert found["memory"]["why_no_lines"]
 
 
+def test_the_row_of_transformers_names_it_and_what_it_obeys(vlfit: Vlfit, tiny: Tiny) -> None:
+    ask = ("verify", tiny("tied"), "--quick", "--share", "--device", "cpu", "--backend", "transformers")
+    ended = vlfit(*ask, "--dtype", "bfloat16", "--chunk", 77)
+    assert ended.code == 0, ended.err
+    model = ended.out.splitlines()[-1].split("|")[4]
+    assert "transformers" in model
+    assert "bfloat16" in model
+    assert "77" not in model
+
+
 def test_transformers_on_a_device_that_fails(vlfit: Vlfit, tiny: Tiny, monkeypatch: Any) -> None:
     """Neither the speed nor the first question is measured; there is a report all the same."""
 

@@ -7,7 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from vlfit._version import __version__
-from vlfit.bench.card_row import NOT_VERIFIED, CardRow, driver_text, row_block
+from vlfit.bench.card_row import (
+    NOT_VERIFIED,
+    CardRow,
+    driver_text,
+    row_block,
+    unusual_settings,
+    unusual_weights,
+)
 from vlfit.bench.measure import BenchResult, DecodeResult, Samples
 from vlfit.bench.workload import BenchOptions
 from vlfit.checkpoint.quantization import FP8
@@ -192,23 +199,44 @@ def card_row(measured: BenchResult) -> CardRow | None:
     if alone is None:
         return None
     gpu, settings, options = measured.gpu, measured.account.settings, measured.options
-    asked = "text"
-    if measured.requests.image_tokens:
-        asked = "an own picture" if options.pictures else "{}x{}".format(*options.size)
     on_cpu = settings.device == "cpu"
     return CardRow(
         device=gpu.name if gpu is not None else cpu_name() if on_cpu else settings.device,
         driver="" if gpu is None else driver_text(gpu),
         vlfit=__version__,
         model=measured.checkpoint.name,
-        format_name=measured.checkpoint.stored_format + _unusual(measured),
+        format_name=measured.checkpoint.stored_format,
         verdict=NOT_VERIFIED,
         held_bytes=measured.held_bytes,
         planned_bytes=measured.planned_bytes,
         tokens_per_s=alone.speed.median,
         first_token_s=alone.first_token.median,
-        asked=asked,
+        asked=", ".join(_asked(measured)),
+        unusual=(*unusual_settings(options, settings), *_room(options)),
     )
+
+
+def _asked(measured: BenchResult) -> list[str]:
+    """What the request of the row was, and how often it ran: all that is not the default, in words."""
+    options, requests, usual = measured.options, measured.requests, BenchOptions()
+    named = ["text"]
+    if requests.image_tokens:
+        most = "at most " if len(options.pictures) > 1 else ""
+        own = f"an own picture of {most}{counted(requests.image_tokens, 'token')}"
+        named = [own if options.pictures else "{}x{}".format(*options.size)]
+    if options.context is not None:
+        named.append(f"prompt of {counted(requests.prompt_tokens, 'token')}")
+    if options.tokens != usual.tokens:
+        named.append(f"answer of {counted(options.tokens, 'token')}")
+    if options.repeat != usual.repeat:
+        named.append(counted(options.repeat, "run"))
+    return named
+
+
+def _room(options: BenchOptions) -> list[str]:
+    """For how many requests at once memory was taken, if not for as many as usual."""
+    most = max(options.batches)
+    return [] if most == max(BenchOptions().batches) else [f"memory for {most} at once"]
 
 
 def _to_post(measured: BenchResult, width: int | None) -> list[str]:
@@ -217,14 +245,6 @@ def _to_post(measured: BenchResult, width: int | None) -> list[str]:
     if row is None:
         return _wrapped(["no row for docs/cards.md: --batch has no request alone"], width)
     return [*_wrapped(["to post, as a row of docs/cards.md:"], width), "", *row_block(row)]
-
-
-def _unusual(measured: BenchResult) -> str:
-    """What of the settings changes the speed and was asked for."""
-    settings = measured.account.settings
-    waiting = f", {counted(settings.offload, 'layer')} in RAM" if settings.offload else ""
-    narrow = ", KV cache in fp8" if settings.kv_dtype == FP8 else ""
-    return f"{narrow}{waiting}"
 
 
 def _wrapped(lines: list[str], width: int | None) -> list[str]:
@@ -237,7 +257,11 @@ def _setup_lines(measured: BenchResult) -> list[str]:
     versions = ", ".join(f"{name} {number}" for name, number in versions_of("torch", "triton").items())
     settings, requests = measured.account.settings, measured.requests
     checkpoint, options = measured.checkpoint, measured.options
-    size = f"{format_bytes(measured.weight_bytes)} loaded, computed in {settings.dtype}"
+    loaded = (
+        f"{format_bytes(measured.weight_bytes)} loaded",
+        f"computed in {settings.dtype}",
+        *unusual_weights(options, settings),
+    )
     picture = f"{requests.image_tokens} image tokens, " if requests.image_tokens else ""
     seen = ""
     if requests.image_tokens:
@@ -247,7 +271,7 @@ def _setup_lines(measured: BenchResult) -> list[str]:
         f"vlfit {__version__}, {versions}",
         _computer_and_gpu(measured),
         f"{checkpoint.name}: {checkpoint.stored_format}, "
-        f"{_parameters(checkpoint.parameter_count)}, {size}{_unusual(measured)}",
+        f"{_parameters(checkpoint.parameter_count)}, {', '.join(loaded)}",
         f"{seen}prompt of {requests.prompt_tokens} tokens ({picture}passes of {settings.chunk} at most), "
         f"{options.tokens} generated, greedy; medians of {options.repeat} ± standard deviation",
     ]
@@ -337,6 +361,8 @@ def _start(measured: BenchResult) -> str:
 def _memory(measured: BenchResult) -> str:
     memory = measured.account.memory
     parts = [f"weights {format_bytes(measured.weight_bytes)}", f"KV cache {format_bytes(memory.kv_cache)}"]
+    if memory.state_cache:
+        parts.append(f"states {format_bytes(memory.state_cache)}")
     if measured.account.settings.device == "cpu":
         whole = f"{format_bytes(memory.resident)} of RAM" if memory.resident else "RAM"
     else:

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from vlfit.settings import Settings
     from vlfit.verify.verify_run import VerifyResult
 
+# Engine options that change what transformers does, too; others it ignores.
+_OF_EVERY_ENGINE = ("dtype", "max_model_len", "image_tokens", "offload")
+
 EXAMPLES = """\b
 Examples:
   vlfit verify
@@ -168,11 +171,13 @@ def _verify_elsewhere(
     ``name``: of these files; None: those that the server's name of its model means. ``dtype``: that a server
     computes in; None: unknown. Raises what opening both raises.
     """
+    from vlfit.api.engine_options import EngineOptions
     from vlfit.backends.opening import open_backend
     from vlfit.bench.results import cpu_name, versions_of
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.plan.actual import Expectation
     from vlfit.verify.verify_backend import verify_backend
+    from vlfit.verify.verify_report import unusual_run
     from vlfit.verify.verify_run import speed_or_failure
 
     def say(progress: "CheckProgress") -> None:
@@ -182,6 +187,7 @@ def _verify_elsewhere(
         checkpoint = open_checkpoint(name or resolve_or_ask(backend.model, printer, yes=False))
         printer.note(f"{checkpoint.name}: beside {backend.model} at {backend.device}")
         speed, failed, machine = None, None, {"device": "a server", "backend": spec.kind}
+        unusual: tuple[str, ...] = ()
         versions = versions_of("vlfit", "torch")
         if spec.kind != "remote":
             account = backend.account()
@@ -189,9 +195,13 @@ def _verify_elsewhere(
             on_cpu = account.settings.device == "cpu"
             machine["device"] = cpu_name() if on_cpu else account.settings.device
             versions = versions_of("vlfit", "torch", spec.kind)
+            asked = replace(
+                EngineOptions(), **{name: getattr(spec.options, name) for name in _OF_EVERY_ENGINE}
+            )
+            unusual = (f"backend {spec.kind}", *unusual_run(asked, account.settings))
             sees = checkpoint.config.vision is not None
             speed, failed = speed_or_failure(backend, level, Expectation(), sees=sees)
-        return verify_backend(
+        result = verify_backend(
             backend,
             checkpoint,
             level,
@@ -202,6 +212,7 @@ def _verify_elsewhere(
             failed=failed,
             on_progress=say,
         )
+        return replace(result, unusual=unusual)
 
 
 def _compare(model: str | None, against: str | None, table: list[str], options: CommandOptions) -> None:

@@ -38,6 +38,7 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
     from vlfit.machine.survey import survey
     from vlfit.plan.processors import measured_machine, ram_as_gpu
     from vlfit.verify.verify_outcome import keep_result, planned_model, with_prediction
+    from vlfit.verify.verify_report import unusual_run
     from vlfit.verify.verify_run import SPEED_TOKENS
     from vlfit.verify.verify_run import verify as run
 
@@ -70,6 +71,7 @@ def verify_here(name: str, wanted: "EngineOptions", level: "Level", printer: Pri
     versions = versions_of("vlfit", "torch", "triton")
     result = run(checkpoint, wanted, level, load, promise, machine, versions, say)
     settings = ran_with[0]
+    result = replace(result, unusual=unusual_run(wanted, settings))
     gpu: Gpu | None
     if settings.device == "cpu":
         gpu = ram_as_gpu(here := survey())

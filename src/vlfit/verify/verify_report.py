@@ -4,7 +4,16 @@ from dataclasses import asdict
 from typing import Any
 
 from vlfit._version import __version__
-from vlfit.bench.card_row import CardRow, is_public, row_block, shared_name, table_line
+from vlfit.api.engine_options import EngineOptions
+from vlfit.api.stats import EngineSettings
+from vlfit.bench.card_row import (
+    CardRow,
+    is_public,
+    row_block,
+    shared_name,
+    table_line,
+    unusual_settings,
+)
 from vlfit.parity.findings import Finding, Likely, finite
 from vlfit.plan.speed import decode_bounds, rounded_bounds
 from vlfit.units import MIB
@@ -165,7 +174,18 @@ def _card_row(result: VerifyResult) -> CardRow:
         tokens_per_s=None if speed is None else speed.tokens_per_s,
         first_token_s=None if speed is None else speed.first_token_s,
         asked="text" if speed is None or speed.picture is None else "{}x{}".format(*speed.picture),
+        unusual=result.unusual,
     )
+
+
+def unusual_run(asked: EngineOptions, ran: EngineSettings) -> tuple[str, ...]:
+    """``VerifyResult.unusual`` of an engine that was ``asked`` for, and ``ran``."""
+    named = list(unusual_settings(asked, ran))
+    if asked.max_model_len is not None:
+        named.append(f"context of {ran.context:,}")
+    if asked.speculate is False:
+        named.append("no speculative decoding")
+    return tuple(named)
 
 
 def _short_verdict(result: VerifyResult) -> str:

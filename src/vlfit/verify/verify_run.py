@@ -68,7 +68,8 @@ class VerifyResult:
 
     ``rows``: ledger lines, planned and held; empty for the reason ``why_no_rows``. ``machine``, ``versions``:
     as shown, by name. ``speed``: None if it was not measured. ``seconds``: of the whole run.
-    ``stored_format``: ``Checkpoint.stored_format``, "" if it is ``weights_format``.
+    ``stored_format``: ``Checkpoint.stored_format``, "" if it is ``weights_format``. ``unusual``: the engine's
+    settings that are not the defaults and change speed or memory, in words.
     """
 
     model: str
@@ -81,6 +82,7 @@ class VerifyResult:
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
     stored_format: str = ""
+    unusual: tuple[str, ...] = ()
 
     @property
     def format_name(self) -> str:
