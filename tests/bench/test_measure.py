@@ -17,7 +17,7 @@ from vlfit.bench.measure import (
     run_bench,
 )
 from vlfit.bench.results import markdown_page, to_json
-from vlfit.bench.workload import BenchOptions, make_requests, synthetic_picture
+from vlfit.bench.workload import MAX_SIDE, BenchOptions, make_requests, synthetic_picture
 from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.errors import DoesNotFit, InvalidRequest, UsageError
 
@@ -161,6 +161,19 @@ def test_text_only_models_get_text(mini: Checkpoint) -> None:
     assert (requests.prompt_tokens, requests.image_tokens) == (512, 0)
     with pytest.raises(InvalidRequest):
         make_requests(blind, BenchOptions(pictures=(ImagePart(synthetic_picture(32, 32)),)), 1)
+
+
+@pytest.mark.parametrize(
+    "size", [(99_999, 99_999), (20_000, 9_000), (3_000, 10), (10, 3_000), (65_501, 1_700), (0, 5), (-4, -4)]
+)
+def test_pictures_that_could_not_be_made_are_refused(size: tuple[int, int]) -> None:
+    with pytest.raises(UsageError):
+        BenchOptions(size=size)
+
+
+def test_pictures_up_to_the_limit_of_a_side(mini: Checkpoint) -> None:
+    wanted = BenchOptions(size=(MAX_SIDE, 400), batches=(1,))
+    assert make_requests(mini, wanted, 1).image_tokens > 0
 
 
 @pytest.mark.parametrize("wanted", [BenchOptions(context=999_999_999), BenchOptions(tokens=99_999_999)])

@@ -11,7 +11,8 @@ from vlfit.api.conversation import Conversation, ImagePart, single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.checkpoint.config import text_only_error
 from vlfit.checkpoint.source import Checkpoint
-from vlfit.errors import DoesNotFit, UsageError
+from vlfit.errors import DoesNotFit, PictureError, UsageError
+from vlfit.images.limits import MAX_ASPECT, MAX_PIXELS, check_picture_size
 
 if TYPE_CHECKING:
     from vlfit.prompt.builder import PromptBuilder
@@ -44,6 +45,7 @@ def synthetic_picture(width: int, height: int, number: int = 0) -> bytes:
 
 TEXT_ONLY_PROMPT_TOKENS = 512  # prompt of text-only models, as in other tools
 MAX_CONCURRENCY = 256
+MAX_SIDE = 65_500  # pixels: libjpeg writes no longer ones
 _FILLER = " and"  # repeated to fill a prompt
 
 
@@ -75,6 +77,7 @@ class BenchOptions:
     kernels: str = "auto"
 
     def __post_init__(self) -> None:
+        _check_size(*self.size)
         if self.tokens < 2:
             raise UsageError(
                 f"--tokens is {self.tokens}", "Use at least 2: the first one belongs to the prefill."
@@ -86,6 +89,20 @@ class BenchOptions:
             raise UsageError(
                 f"--batch is {named!r}", f"Write numbers from 1 to {MAX_CONCURRENCY}, like 1,4,8."
             )
+
+
+def _check_size(width: int, height: int) -> None:
+    """Raise ``UsageError`` for a synthetic picture that could not be made, or decoded again."""
+    hint = (
+        f"Use at most {MAX_PIXELS / 1e6:,.0f} megapixels, {MAX_SIDE:,} pixels a side, and an aspect ratio of "
+        f"1:{MAX_ASPECT}."
+    )
+    try:
+        check_picture_size(width, height, "--size")
+    except PictureError as error:
+        raise UsageError(error.message, hint) from error
+    if max(width, height) > MAX_SIDE:
+        raise UsageError(f"--size: {width}x{height} has a side of over {MAX_SIDE:,} pixels", hint)
 
 
 @dataclass(frozen=True, slots=True)

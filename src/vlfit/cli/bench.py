@@ -228,7 +228,7 @@ def _batches(text: str) -> tuple[int, ...]:
 
 def _size(text: str) -> tuple[int, int]:
     """Parse "1024x768". Raises ``UsageError``."""
-    match = re.fullmatch(r"(\d{1,5})x(\d{1,5})", text.strip().lower())
+    match = re.fullmatch(r"(\d{1,9})x(\d{1,9})", text.strip().lower())
     if match is None or "0" in (match[1].strip("0") or "0", match[2].strip("0") or "0"):
         raise UsageError(f"--size is {text!r}", "Write width x height in pixels, like 1024x768.")
     return int(match[1]), int(match[2])
