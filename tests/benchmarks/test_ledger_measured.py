@@ -24,7 +24,7 @@ BESIDE, FACTS, GPU = read_measured([MEASURED / "ledger-h100.json"])  # other too
 WITH_STATES, *_ = read_measured([MEASURED / "ledger-states-h100.json"])
 KNOWN = BESIDE | WITH_STATES
 MOST = {NATIVE: 1.03, TRANSFORMERS: 1.05}  # times what was measured
-SERVED: dict[str, Any] = json.loads((MEASURED / "memory-h100.json").read_text("utf-8"))
+SERVED: dict[str, Any] = json.loads((MEASURED / "memory-h200.json").read_text("utf-8"))
 
 
 @pytest.fixture(autouse=True)
@@ -37,8 +37,10 @@ def test_there_are_enough_of_them_and_the_machine_is_named() -> None:
     assert len([job for job in KNOWN if job.backend == NATIVE]) >= 20
     assert len([job for job in KNOWN if job.backend == TRANSFORMERS]) == 3
     assert len(WITH_STATES) == 8
-    assert [row["name"] for row in SERVED["rows"]] == ["2B-fp8", "4B-fp8", "4B-int4", "8B-int4"]
+    names = ["2B-fp8", "4B-fp8", "4B-int4", "8B-int4", "Qwen3.5-9B-int4"]
+    assert [row["name"] for row in SERVED["rows"]] == names
     assert "H100" in FACTS["card"]
+    assert "H200" in SERVED["facts"]["card"]
     assert FACTS["torch"]
 
 
@@ -75,8 +77,8 @@ def test_a_server_under_its_whole_load_held_what_is_planned_now(
     folder = tmp_path_factory.mktemp("sparse") / row["name"]
     write_sparse_checkpoint(folder, made["size"], made["weights"], tuple(made["int8"]), made["group_size"])
     sizes = (started[name] for name in ("context", "image_tokens", "sequences", "chunk"))
-    # Untied embeddings were on the card when this was measured.
-    settings = replace(PlanSettings(made["weights"], *sizes), table_in_ram=started.get("table_in_ram", False))
+    kv_dtype = "fp8" if started["kv_dtype"] == "fp8" else "bf16"
+    settings = PlanSettings(made["weights"], *sizes, kv_dtype=kv_dtype, draft_model=started["draft_model"])
     checkpoint = read_checkpoint(row["name"], folder)
     gpu = replace(GPU, free=row["free"])
     lines = expect_on_gpu(checkpoint, gpu, settings, 2, started["kv_tokens"]).lines

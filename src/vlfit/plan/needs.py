@@ -17,7 +17,8 @@ from vlfit.plan.shapes import Model, model_of
 SERVER_RAM = Constant(
     1.7e9,
     MEASURED,
-    "resident at most while 2B, 4B and 8B start and serve, H100 (benchmarks/measured/memory-h100.json)",
+    "resident at most while 2B, 4B and 8B start and serve, less a table of tokens in RAM; H200 "
+    "(benchmarks/measured/memory-h200.json)",
 )
 CONVERSION_RAM = Constant(0.5e9, MEASURED, "463 MiB resident at most, 2B to int4 and FP8, 2026-11-22")
 # Processor seconds for a weight, on one thread and on several, as benchmarks/conversion.py prints them beside

@@ -22,8 +22,8 @@ _OUT_OF_MEMORY = (
 
 
 # For small tensors that the rehearsal did not have at once; with 4 MiB a thousand mixed requests took 8 more.
-# It comes out of the plan's slack for torch's pool: of 23 processes without any spare the one closest to its
-# plan left 16 MiB (benchmarks/measured/ledger-h100.json).
+# It comes out of the plan's slack for torch's pool: with it five servers under full load held 19 to 102 MiB
+# less than planned (benchmarks/measured/memory-h200.json).
 _SPARE = 12 * MIB
 # Bytes of torch's pool that each engine of this process may take while it is awake, over all GPUs.
 _shares: "WeakKeyDictionary[Budget, int]" = WeakKeyDictionary()
