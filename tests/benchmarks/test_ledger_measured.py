@@ -76,9 +76,19 @@ def test_a_server_under_its_whole_load_held_what_is_planned_now(
     made, started = row["row"], row["ledger_at_ready"]["settings"]
     folder = tmp_path_factory.mktemp("sparse") / row["name"]
     write_sparse_checkpoint(folder, made["size"], made["weights"], tuple(made["int8"]), made["group_size"])
-    sizes = (started[name] for name in ("context", "image_tokens", "sequences", "chunk"))
+    context, image_tokens, sequences, chunk = (
+        started[name] for name in ("context", "image_tokens", "sequences", "chunk")
+    )
     kv_dtype = "fp8" if started["kv_dtype"] == "fp8" else "bf16"
-    settings = PlanSettings(made["weights"], *sizes, kv_dtype=kv_dtype, draft_model=started["draft_model"])
+    settings = PlanSettings(
+        made["weights"],
+        context,
+        image_tokens,
+        sequences,
+        chunk,
+        kv_dtype=kv_dtype,
+        draft_model=started["draft_model"],
+    )
     checkpoint = read_checkpoint(row["name"], folder)
     gpu = replace(GPU, free=row["free"])
     lines = expect_on_gpu(checkpoint, gpu, settings, 2, started["kv_tokens"]).lines
