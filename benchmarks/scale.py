@@ -22,7 +22,9 @@ from vlfit.api.conversation import ImagePart
 from vlfit.api.outputs import Answer, ImageSeen, Usage
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.machine.cards import machine_with_card
+from vlfit.plan.calibration import constants_for
 from vlfit.plan.model_lookup import find_models
+from vlfit.plan.native import gpu_cost
 from vlfit.plan.planner import find_plan
 from vlfit.plan.shapes import kv_bytes_per_token
 from vlfit.plan.speed import TEXT_TOKENS
@@ -83,12 +85,15 @@ def planned_speed(name: str, typed: str, desktop: int, tokens: int) -> CardSpeed
         if made.fits:
             break
     assert made.speed is not None
-    speed = made.speed
+    speed, card = made.speed, made.gpu
     cached = (IMAGE_TOKENS + TEXT_TOKENS) * kv_bytes_per_token(made.model.cache_spec, made.settings.kv_dtype)
     longer = (speed.bytes_per_token + (sequences - 1) * cached) / speed.bytes_per_token
     step = longer / speed.decode.expected
     answer_s = tokens * step / sequences
-    seconds = speed.first_token.expected + answer_s
+    # Beside other requests a prompt is no CUDA graph.
+    chunk, constants = made.settings.chunk, constants_for(card)
+    prompt = gpu_cost.prompt_seconds(made.model, card, constants, IMAGE_TOKENS, TEXT_TOKENS, chunk)
+    seconds = prompt.text + prompt.tower + answer_s
     return CardSpeed(name, sequences, 1 / seconds, "planned, not measured")
 
 

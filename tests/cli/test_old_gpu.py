@@ -1,5 +1,7 @@
 """A GPU too old for the native engine's kernels is refused before a model is downloaded or loaded."""
 
+from dataclasses import replace
+
 import pytest
 
 from tests.cli.conftest import Vlfit
@@ -28,6 +30,8 @@ def _torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         ("verify", NOT_HERE, "--yes"),
         ("serve", NOT_HERE, "--yes", "--port", "0"),
         ("serve", "mini", NOT_HERE, "--yes", "--port", "0"),
+        ("verify", NOT_HERE, "--against", "Qwen/Qwen3-VL-2B-Instruct", "--yes"),
+        ("batch", "examples/pictures", "-o", "never.jsonl"),
     ],
     ids=lambda words: " ".join(words[:2]),
 )
@@ -50,9 +54,12 @@ def test_the_library_refuses_it_first(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("cards", "device", "kernels"),
     [
-        ((OLD, LARGE), "auto", "auto"),
+        ((OLD, LARGE), "auto", "auto"),  # CUDA may take either first
+        ((OLD, FakeCard(capability=(0, 0))), "auto", "auto"),  # the driver does not say
         ((OLD,), "cpu", "auto"),
+        ((OLD,), "cpu:0", "auto"),
         ((OLD,), "cuda", "plain"),
+        ((OLD,), "gpu", "auto"),  # refused as a device, later
         ((), "auto", "auto"),
     ],
 )
@@ -61,6 +68,31 @@ def test_what_may_run_is_not_refused(
 ) -> None:
     install(monkeypatch, *cards)
     preload.check_gpus(device, kernels)
+
+
+def test_of_several_the_one_that_cuda_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch, LARGE, OLD)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    preload.check_gpus("cuda")
+    with pytest.raises(DeviceError, match="RTX 2070"):
+        preload.check_gpus("cuda:1")
+    preload.check_gpus("cuda:2")  # there is none: refused as a device, later
+
+
+def test_auto_takes_the_processor_where_the_driver_is_too_old_for_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    nvml = install(monkeypatch, replace(OLD, name="NVIDIA GeForce GT 710", capability=(3, 5)))
+    monkeypatch.setattr(preload, "_torch_cuda_major", lambda: 13)
+    nvml.cuda = 11040
+    preload.check_gpus("auto")
+    with pytest.raises(DeviceError, match="GT 710") as error:
+        preload.check_gpus("cuda")
+    assert "--device cpu" in error.value.hint
+    assert "transformers" not in error.value.hint  # torch has no kernels for it either
+    nvml.cuda = 13000
+    with pytest.raises(DeviceError, match="GT 710"):
+        preload.check_gpus("auto")
 
 
 def test_a_torch_for_the_processor_runs_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:

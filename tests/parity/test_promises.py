@@ -1,16 +1,24 @@
 """What was promised beside what was measured, and errors that end a measurement."""
 
+import io
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from PIL import Image
 
+from tests.scripted_backend import ScriptedBackend
+from vlfit.api.conversation import Conversation, ImagePart
+from vlfit.api.sampling_params import SamplingParams
 from vlfit.errors import DeviceError, EngineLost, OutOfMemory
+from vlfit.images.spooled_file import read_at
 from vlfit.parity.failed_checks import device_answers, failure, is_device_failure
-from vlfit.parity.findings import CheckReport, Component, Finding, Likely, for_gguf, with_way_around
-from vlfit.plan.actual import Row
+from vlfit.parity.findings import CheckReport, Component, Finding, Level, Likely, for_gguf, with_way_around
+from vlfit.plan.actual import Expectation, Row
 from vlfit.units import MIB
+from vlfit.verify import verify_run
 from vlfit.verify.verify_report import report_lines, share_block, to_json
 from vlfit.verify.verify_run import MeasuredSpeed, VerifyResult, add_failure
 
@@ -37,6 +45,32 @@ def test_what_is_slower_than_predicted_is_said(
     told = to_json(result)
     assert told["speed"]["within_prediction"] is within
     assert told["ok"] is True
+
+
+@pytest.mark.parametrize(
+    ("seconds", "level", "warm_ups"), [(0.02, "quick", 3), (0.02, "normal", 3), (2, "quick", 0)]
+)
+def test_quick_requests_of_the_measured_size_come_before_those_that_count(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, level: Level, warm_ups: int
+) -> None:
+    """A large card captures CUDA graphs of a size when it comes again, as the plan takes for granted."""
+    clock, sizes = [0.0], []
+
+    def run_requests(_: object, conversations: list[Conversation], sampling: SamplingParams) -> list[object]:
+        clock[0] += seconds
+        [picture] = [part for part in conversations[0][0].parts if isinstance(part, ImagePart)]
+        with Image.open(io.BytesIO(read_at(picture.data, 0, 10**6))) as opened:
+            sizes.append((opened.size, sampling.max_tokens))
+        return [SimpleNamespace(prompt_tokens=9, first_token_s=1.0, phases=SimpleNamespace(decode_s=1.0))]
+
+    monkeypatch.setattr(verify_run, "run_requests", run_requests)
+    monkeypatch.setattr(verify_run, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    verify_run.measure_speed(ScriptedBackend([]), level, Expectation(), sees=True)
+    counted = verify_run.SPEED_RUNS[level]
+    assert len(sizes) == 1 + warm_ups + counted
+    assert (
+        sizes[1:] == [((512, 512), 2)] * warm_ups + [((512, 512), verify_run.SPEED_TOKENS[level])] * counted
+    )
 
 
 def test_a_gguf_is_called_by_its_type() -> None:

@@ -138,3 +138,12 @@ def test_two_changes_sufficient_together() -> None:
     assert enough_together(made.changes, -made.headroom + MIB * 2048) is None
     fits_alone = [replace(change, enough=True) for change in both]
     assert enough_together(fits_alone, 0) is None
+
+
+def test_variants_are_of_the_card_that_is_planned_for() -> None:
+    small, old = EXAMPLE.gpus[0], machine_with_card("RTX 2080 Ti", 951 * MIB).gpus[0]
+    both = replace(EXAMPLE, gpus=(replace(old, index=1), small))
+    for gpu, given in ((small, None), (old, both.gpus[0])):  # the native engine's; another backend's
+        machines = dict(what_if_machines(both, given))
+        headless = next(other for what, other in machines.items() if what.startswith("headless"))
+        assert headless.gpus[0].name == gpu.name

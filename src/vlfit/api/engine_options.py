@@ -31,6 +31,11 @@ def plain_groups(kernels: str) -> frozenset[KernelGroup]:
     return frozenset(group for group in KERNEL_GROUPS if group in named)
 
 
+def uses_kernels(kernels: str) -> bool:
+    """Whether ``EngineOptions.kernels`` leaves any group to vlfit's own kernels. Raises ``UsageError``."""
+    return len(plain_groups(kernels)) < len(KERNEL_GROUPS)
+
+
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
     """Options of an engine, fixed for its life. Raises ``UsageError`` for a value out of range.

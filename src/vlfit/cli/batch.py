@@ -330,7 +330,7 @@ def batch(
             media_options(options),
         )
         source = open_source(job, named, local=cluster is None)
-        session.resolve_auto()
+        session.resolve_auto(here=cluster is None)
         opener = _Opener(options, shared_prefix=bool(wish.system))
         if options.dry_run:
             _dry_run(session, job, source, opener, options)

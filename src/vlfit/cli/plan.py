@@ -368,6 +368,7 @@ def _plan_model(
     rows = (
         _what_if(
             machine,
+            wishes,
             lambda other: find_plan(subject.exact, other, wishes, smaller_variants=subject.smaller_variants),
         )
         if what_if
@@ -459,7 +460,7 @@ def _plan_catalog(
     plans = sorted([*_all_plans(machine, wishes), *here], key=lambda each: each.rank)
     if not plans:
         raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
-    rows = _what_if(machine, lambda other: _all_plans(other, wishes)[0]) if what_if else []
+    rows = _what_if(machine, wishes, lambda other: _all_plans(other, wishes)[0]) if what_if else []
     best = recommended(plans)
     other = other_series(plans, best) if best is not None else None
     if json:
@@ -527,10 +528,13 @@ def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list
     return sorted((each for each in plans if each.fits), key=type_rank)
 
 
-def _what_if(machine: "Machine", planned: "Callable[[Machine], Plan]") -> "list[tuple[str, Plan]]":
+def _what_if(
+    machine: "Machine", wishes: "Wishes", planned: "Callable[[Machine], Plan]"
+) -> "list[tuple[str, Plan]]":
     from vlfit.plan.planner import what_if_machines
 
-    return [(what, planned(other)) for what, other in what_if_machines(machine)]
+    gpu = _gpu_for(machine, wishes) if machine.gpus else None
+    return [(what, planned(other)) for what, other in what_if_machines(machine, gpu)]
 
 
 def _print_pages(pages: list[str]) -> None:

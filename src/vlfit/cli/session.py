@@ -92,7 +92,6 @@ class Session:
         are too old for the native engine, and what ``resolve_or_ask`` raises.
         """
         from vlfit.backends.opening import BackendSpec
-        from vlfit.loading.preload import check_gpus
 
         settings, name = self._settings, self._settings.model
         if self.kind == "remote":
@@ -101,7 +100,7 @@ class Session:
             model = None if name == "auto" else name
             return BackendSpec(kind=self.kind, model=model, server=self._server, api_key=api_key)
         if here and self.kind == "native":
-            check_gpus(settings.device, settings.kernels)
+            self._check_gpus()
         if name == "auto":
             name = self._auto_model
         trusted = self._typed.trust_remote_code
@@ -126,13 +125,21 @@ class Session:
 
         return replace(spec, vllm=vllm_options(settings))
 
-    def resolve_auto(self) -> None:
+    def resolve_auto(self, *, here: bool = True) -> None:
         """Choose the model for ``auto`` now instead of on first use; no effect for a named model or a server.
 
-        Raises ``UsageError`` if only mini is here and the command needs a real model.
+        ``here``: as for ``backend_spec``. Raises ``UsageError`` if only mini is here and the command needs a
+        real model, and ``DeviceError`` as ``backend_spec``.
         """
+        if here and self.kind == "native":
+            self._check_gpus()
         if self.kind != "remote" and self._settings.model == "auto":
             _ = self._auto_model
+
+    def _check_gpus(self) -> None:
+        from vlfit.loading.preload import check_gpus
+
+        check_gpus(self._settings.device, self._settings.kernels)
 
     @cached_property
     def _auto_model(self) -> str:

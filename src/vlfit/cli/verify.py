@@ -220,6 +220,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.bench import resolve_auto
     from vlfit.errors import CheckpointError
+    from vlfit.loading.preload import check_gpus
     from vlfit.verify.verify_copies import (
         against_lines,
         compare_copies,
@@ -232,6 +233,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
     settings = options.settings(model=model)
     printer = Printer(json=options.json, quiet=options.quiet)
     wanted = verify_options(settings)
+    check_gpus(wanted.device, wanted.kernels)
     if against is not None:
         names = [resolve_auto(settings.model, printer, settings.device), against]
     else:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vlfit import kernels
 from vlfit.api.conversation import Conversation, Message, Tool
-from vlfit.api.engine_options import KERNEL_GROUPS, EngineOptions, KernelGroup, SleepLevel, plain_groups
+from vlfit.api.engine_options import EngineOptions, KernelGroup, SleepLevel, plain_groups, uses_kernels
 from vlfit.api.outputs import Chunk, Listener
 from vlfit.api.pooling import PoolingParams, Vector
 from vlfit.api.progress import ByteProgress, LoadProgress
@@ -214,7 +214,7 @@ class NativeEngine:
 
     def _choose_device(self) -> torch.device:
         """The device for the options; a dry run takes the meta device."""
-        compiles = len(plain_groups(self.options.kernels)) < len(KERNEL_GROUPS)
+        compiles = uses_kernels(self.options.kernels)
         device = choose_device(self.options.device, compiles=compiles)
         if compiles:
             check_kernel_capability(device)

@@ -27,6 +27,7 @@ from vlfit.loading.preload import gpus_at_start, has_cuda_build
 from vlfit.machine.cards import KERNEL_CAPABILITY
 from vlfit.machine.host import read_host, usable_cores
 from vlfit.machine.model import Gpu
+from vlfit.plan.gpus import runs_kernels
 from vlfit.plan.native.lines import dequant_config_on
 from vlfit.plan.native.tiles import DequantConfig
 from vlfit.units import MIB
@@ -130,12 +131,14 @@ def start_build(model: str | Path, checkpoint: Checkpoint, options: EngineOption
 
 
 def start_build_for_pull(model: str) -> "KernelBuild | None":
-    """Start to compile in the background what `vlfit serve` would launch for ``model`` on the first GPU.
+    """Start to compile in the background what `vlfit serve` would launch for ``model`` on the first GPU that
+    its kernels run on.
 
     With the defaults of its options. None without a GPU, or if nothing is compiled for it here.
     """
     gpus = gpus_at_start() if has_cuda_build() else ()
-    request = build_request(model, EngineOptions(), gpus[0]) if gpus else None
+    gpu = next(filter(runs_kernels, gpus), None)
+    request = None if gpu is None else build_request(model, EngineOptions(), gpu)
     try:
         return None if request is None else KernelBuild(request, low_priority=True)
     except OSError:

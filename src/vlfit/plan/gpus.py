@@ -25,10 +25,14 @@ def emptiest_gpu(machine: Machine, oldest: tuple[int, int] = OLDEST_CAPABILITY) 
     return with_bandwidth(max(usable or machine.gpus, key=lambda gpu: gpu.free))
 
 
+def runs_kernels(gpu: Gpu) -> bool:
+    """Whether vlfit's own kernels run on ``gpu``, or its compute capability is unknown."""
+    return not _is_older(gpu, KERNEL_CAPABILITY)
+
+
 def check_kernel_capability(gpu: Gpu) -> None:
-    """Raise ``DeviceError`` if vlfit's own kernels do not run on ``gpu``; an unknown capability passes."""
-    check_capability(gpu)
-    if _is_older(gpu, KERNEL_CAPABILITY):
+    """Raise ``DeviceError`` unless ``runs_kernels``."""
+    if not runs_kernels(gpu):
         raise kernels_need_newer_card(gpu.name, gpu.compute_capability)
 
 
@@ -47,10 +51,12 @@ def check_capability(gpu: Gpu) -> None:
 def kernels_need_newer_card(name: str, capability: tuple[int, int]) -> DeviceError:
     """The error of the native engine for a card ``name`` of compute ``capability`` (major, minor)."""
     found, oldest = (".".join(map(str, each)) for each in (capability, KERNEL_CAPABILITY))
+    ways = ["--device cpu", "llama.cpp, which has kernels for such cards"]
+    if capability >= OLDEST_CAPABILITY:
+        ways.insert(0, "--backend transformers, which computes in float16 there")
     return DeviceError(
         f"{name} has compute capability {found}; the native engine runs from {oldest} on (RTX 30, A100)",
-        "Use --backend transformers, which computes in float16 there; or --device cpu; or llama.cpp, which "
-        "has kernels for such cards.",
+        f"Use {'; or '.join(ways)}.",
     )
 
 

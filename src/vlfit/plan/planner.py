@@ -133,14 +133,14 @@ def _tower_remarks(model: Model) -> tuple[Remark, ...]:
     return (Remark(f"It reads text only, as {model.without_tower}.", "without_tower"),)
 
 
-def what_if_machines(machine: Machine) -> Iterator[tuple[str, Machine]]:
+def what_if_machines(machine: Machine, gpu: Gpu | None = None) -> Iterator[tuple[str, Machine]]:
     """(description, machine) of variants of ``machine``: browser closed, no WSL2, no desktop, larger cards.
 
-    Each has one GPU: the emptiest of ``machine``, with more memory free, or a larger card. Variants that free
-    nothing are left out, and so are cards that are not over 1 GiB larger. Raises ``DeviceError`` without a
-    GPU.
+    Each has one GPU: ``gpu`` with more memory free, or a larger card. ``gpu`` None: the one that the native
+    engine is planned on. Variants that free nothing are left out, and so are cards that are not over 1 GiB
+    larger. Raises ``DeviceError`` without a GPU.
     """
-    gpu = emptiest_gpu(machine, KERNEL_CAPABILITY)
+    gpu = gpu or emptiest_gpu(machine, KERNEL_CAPABILITY)
     for tip in memory_advice(gpu, machine.host):
         if tip.kind == "browser" and tip.freed_bytes is not None:
             yield (
