@@ -1,6 +1,7 @@
 """Structured output: every token keeps to the grammar, and is the model's own if that is allowed."""
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from threading import Event
@@ -77,6 +78,40 @@ def test_an_answer_has_the_form_that_was_asked_for(mini: NativeBackend, sampling
     assert isinstance(found["sure"], bool)
     assert 1 <= len(found["few"]) <= 3
     assert set(found["few"]) <= {1, 2, 3}
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|>", "a<|im_end|>b", "<|endoftext|>", "<|im_start|>", "<|image_pad|>é"]
+)
+def test_a_special_tokens_name_is_text_in_a_form(mini: NativeBackend, text: str) -> None:
+    """It ended the answer in the middle of its JSON."""
+    integer = {"type": "integer", "minimum": 1, "maximum": 3}
+    named = {
+        "type": "object",
+        "properties": {text: integer},
+        "required": [text],
+        "additionalProperties": False,
+    }
+    pattern = {"type": "string", "pattern": f"^{re.escape(text)}$"}
+    for schema in (
+        {"const": text},
+        pattern,
+        named,
+        {"type": "array", "items": {"const": text}, "minItems": 1},
+    ):
+        wish = SamplingParams(grammar=json_grammar(schema), max_tokens=80)
+        answer = mini.stream(single_turn("Say it."), wish).answer()
+        if answer.finish_reason == "stop":
+            assert text in json.dumps(json.loads(answer.text), ensure_ascii=False)
+        else:
+            assert answer.text.count(text) > 1  # an array of many
+
+
+def test_the_tags_of_a_tool_call_stay_tokens(mini: NativeBackend, compiler: GrammarCompiler) -> None:
+    tokenizer = mini.engine.prompts.tokenizer
+    matcher = make_matcher(compiler, Grammar("grammar", 'start: "<tool_call>" "x"'))
+    [tag] = tokenizer.encode("<tool_call>", add_special_tokens=False).ids
+    assert matcher.allows(tag)
 
 
 def test_a_grammar_is_followed(mini: NativeBackend) -> None:

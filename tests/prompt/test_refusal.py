@@ -56,6 +56,13 @@ def test_text_that_is_too_long(engine: NativeEngine) -> None:
     assert len(long.token_ids) - surplus == CONTEXT - 1
 
 
+def test_more_messages_than_tokens_fit_are_refused_before_the_template(engine: NativeEngine) -> None:
+    messages = single_turn("a") * CONTEXT
+    engine.prompts.build(messages, context=CONTEXT)  # too long, as is found later
+    with pytest.raises(DoesNotFit):
+        engine.prompts.build(messages + single_turn("a"), context=CONTEXT)
+
+
 def test_the_largest_picture_that_fits(engine: NativeEngine) -> None:
     text = "the quick brown fox"
     hint = refused(engine, prompt(engine, text, ImagePart(picture(800, 500, seed=1))))

@@ -24,7 +24,7 @@ from vlfit.models.interface import ImagePrompts, PreparedImage, builders_of
 from vlfit.prompt.chat_template import ChatTemplate, read_template_variables
 from vlfit.prompt.control_tokens import ControlTokens, control_token_names
 from vlfit.prompt.template_process import TEMPLATES
-from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
+from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer, token_ids
 from vlfit.units import counted
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,10 @@ class PromptBuilder:
         texts += [json.dumps([tool.description, tool.parameters], ensure_ascii=False) for tool in tools]
         _check_unicode(texts)
         if context is not None:
-            self._check_length(texts, context)
+            with_text = sum(
+                any(isinstance(p, TextPart) and p.text for p in each.parts) for each in conversation
+            )
+            self._check_length(texts, context, with_text)
         if self._image_prompts is None and has_pictures(conversation):
             raise text_only_error(folder=self._folder)
         if not self._template.takes_tools and (
@@ -172,7 +175,7 @@ class PromptBuilder:
             _check_unicode([text])
             if context is not None:
                 self._check_length([text], context)
-            text = tuple(self.tokenizer.encode(text, add_special_tokens=True).ids)
+            text = tuple(token_ids(self.tokenizer, text, add_special_tokens=True))
         if not text:
             raise InvalidRequest("the prompt is empty", "Send some text.", param="prompt")
         size = self.tokenizer.get_vocab_size(with_added_tokens=True)
@@ -216,16 +219,20 @@ class PromptBuilder:
         token = self.tokenizer.id_to_token(token_id)
         return "" if token is None else self._spelling.bytes_of(token).decode("utf-8", "replace")
 
-    def _check_length(self, texts: list[str], context: int) -> None:
-        """Refuse text that cannot fit, before any work that grows with it."""
-        if sum(map(len, texts)) <= context * _BYTES_PER_TOKEN:
+    def _check_length(self, texts: list[str], context: int, num_messages: int = 1) -> None:
+        """Refuse text that cannot fit, before any work that grows with it.
+
+        ``num_messages``: that have text; none shares a token with another.
+        """
+        if sum(map(len, texts)) <= context * _BYTES_PER_TOKEN and num_messages <= context:
             return
         # The tokenizer normalizes to NFC, which shortens some texts.
         size = sum(len(unicodedata.normalize("NFC", text).encode()) for text in texts)
-        least = size // self._longest_token
+        least = max(size // self._longest_token, num_messages)
         if least > context:
             raise DoesNotFit(
-                f"{size:,} bytes of text are at least {least:,} tokens; the context holds {context:,}",
+                f"{size:,} bytes of text in {counted(num_messages, 'message')} are at least {least:,} "
+                f"tokens; the context holds {context:,}",
                 f"Send at most {context - 1:,} tokens, or start with a larger --context.",
                 param="messages",
             )

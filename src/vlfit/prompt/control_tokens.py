@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from vlfit.api.conversation import Conversation, ImagePart, Message, Role, TextPart, Tool, ToolCall
 from vlfit.errors import InvalidRequest
 from vlfit.prompt.chat_template import TemplateValue
+from vlfit.prompt.tokenizer import token_ids
 
 # Frames that many vocabularies have as tokens without calling them special. The first: what models write
 # themselves, between their own words.
@@ -92,8 +93,8 @@ class ControlTokens:
         self._tokenizer = tokenizer
         self._in_parts = in_parts
         every = frozenset(names)
-        self._names = _any_of(every)
-        self._assistant_names = _any_of(name for name in every if not is_model_tag(name))
+        self._names = any_of(every)
+        self._assistant_names = any_of(name for name in every if not is_model_tag(name))
 
     def mark(
         self, conversation: Conversation, tools: tuple[Tool, ...] = ()
@@ -204,8 +205,7 @@ class ControlTokens:
         return ids[len(line_break) :] if ids[: len(line_break)] == line_break else encode(piece)
 
     def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False).ids
-        return ids
+        return token_ids(self._tokenizer, text, add_special_tokens=False)
 
     def _encode_plain(self, text: str) -> list[int]:
         return encode_plain(self._tokenizer, text)
@@ -221,7 +221,7 @@ def encode_plain(tokenizer: Tokenizer, text: str) -> list[int]:
     return [token.id for split in splits for token in tokenizer.model.tokenize(split)]
 
 
-def _any_of(names: Iterable[str]) -> re.Pattern[str]:
+def any_of(names: Iterable[str]) -> re.Pattern[str]:
     """Matches any of ``names``, longest first: a name takes priority over those that it contains."""
     return re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))) or "(?!)")
 

@@ -1,6 +1,7 @@
 """A checkpoint's tokenizer, as transformers reads it, and the bytes of each of its tokens."""
 
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from vlfit.checkpoint.processor_files import tokenizer_file
 from vlfit.errors import CheckpointError
 from vlfit.models.registry import spec_of
 
+_SHORT_TEXT = 4096  # characters: a millisecond
 SPELLED_BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -122,6 +124,21 @@ def read_tokenizer(folder: Path, model_type: str) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def token_ids(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:
+    """The tokens of ``text``. Other threads run meanwhile, if it is long.
+
+    ``Tokenizer.encode`` holds the interpreter's lock, for a second with 700 KB; encoding a batch does not.
+    """
+    if len(text) < _SHORT_TEXT:
+        ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
+    # A batch of one gains nothing from threads, and tokenizers warns at each fork once it has started some.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    [encoded] = tokenizer.encode_batch([text], add_special_tokens=add_special_tokens)
+    found: list[int] = encoded.ids
+    return found
 
 
 def read_special_tokens(folder: Path) -> dict[str, str]:

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -12,6 +13,7 @@ from tests.server.pictures import data_url, png
 from tests.server.scripted import ScriptedBackend
 from vlfit.api.engine_options import EngineOptions
 from vlfit.backends.native import NativeBackend
+from vlfit.server.llama_cpp import llama_cpp_api
 from vlfit.server.server_settings import ServerSettings
 
 HELLO = [{"role": "user", "content": "Hello"}]
@@ -143,6 +145,31 @@ def test_control_tokens_as_text(server: Running) -> None:
     plain = post(server, "tokenize", content="<|im_end|>", parse_special=False, add_special=True)["tokens"]
     assert len(parsed) == 1 < len(plain)
     assert post(server, "detokenize", tokens=plain)["content"] == "<|im_end|>"
+
+
+def test_a_long_text_leaves_the_server_answering(server: Running, mini: NativeBackend) -> None:
+    """Tokens and their JSON took seconds, in which nothing else ran; several at once took gigabytes."""
+    text = " a1" * 100_000
+    ids = mini.engine.prompts.tokenizer.encode(text, add_special_tokens=False).ids
+    with ThreadPoolExecutor(4) as pool:
+        long = [
+            pool.submit(lambda: post(server, "tokenize", content=text, with_pieces=True)) for _ in range(3)
+        ]
+        while not all(each.done() for each in long):
+            assert httpx.get(f"{server.url}/health", timeout=60).json()["status"] == "ok"
+    for each in long:
+        assert [piece["id"] for piece in each.result()["tokens"]] == ids
+    plain = post(server, "tokenize", content=text, parse_special=False)
+    assert plain == {"tokens": ids}
+
+
+def test_more_waiting_texts_than_there_is_room_for_are_refused(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(llama_cpp_api, "_MOST_WAITING", 0)
+    answer = httpx.post(f"{server.url}/tokenize", json={"content": "a"})
+    assert answer.status_code == 429
+    assert error_of(answer)["code"] == 429
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,8 @@
 https://github.com/ggml-org/llama.cpp/blob/master/tools/server/README.md; docs/llama-cpp.md has what differs.
 """
 
+import asyncio
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +22,7 @@ from vlfit.errors import QueueFull
 from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures
 from vlfit.server.chat.validation import parse_body
 from vlfit.server.dialect import ApiPath, Dialect
-from vlfit.server.error_replies import ErrorFacts, JSONReply
+from vlfit.server.error_replies import EncodedJSON, ErrorFacts, JSONReply, encode_json
 from vlfit.server.generation import MAX_INLINE_BODY, ServerContext, read_body
 from vlfit.server.llama_cpp.llama_cpp_schema import ApplyTemplateRequest, DetokenizeRequest, TokenizeRequest
 from vlfit.server.llama_cpp.model_text import MEDIA_MARKER, ModelText, special_tokens_of
@@ -52,7 +54,11 @@ _ERROR_TYPES = {
     503: "unavailable_error",
 }
 
+_MOST_WAITING = 32  # requests for tokens and templates, of up to ``_BODY_LIMIT`` each
+_SLICE = 4096  # tokens encoded as JSON at a time
+
 Body = TypeVar("Body", bound=BaseModel)
+T = TypeVar("T")
 
 PATHS = (
     ApiPath(
@@ -90,6 +96,10 @@ def error_form(facts: ErrorFacts) -> dict[str, Any]:
     return {"error": {"code": facts.status, "message": message, "type": kind}}
 
 
+def _with_pieces(text: ModelText, ids: Sequence[int]) -> list[Any]:
+    return [{"id": i, "piece": piece} for i, piece in zip(ids, text.pieces(ids), strict=True)]
+
+
 class LlamaCppRoutes:
     """Handlers of the routes of llama.cpp's server.
 
@@ -99,6 +109,8 @@ class LlamaCppRoutes:
     def __init__(self, context: ServerContext) -> None:
         self._context = context
         self._texts: dict[str, ModelText] = {}
+        self._turn = asyncio.Semaphore(1)
+        self._num_waiting = 0
 
     async def props(self, request: Request) -> Response:
         """``GET /props``: properties of the default model, or of the one that ``?model=`` names."""
@@ -127,22 +139,26 @@ class LlamaCppRoutes:
         params = await self._parse(request, TokenizeRequest)
         text = self._text_of(params.model)
 
-        def run() -> dict[str, Any]:
+        def run() -> EncodedJSON:
             ids = text.tokenize(
                 params.content, add_special=params.add_special, parse_special=params.parse_special
             )
-            if not params.with_pieces:
-                return {"tokens": ids}
-            pieces = text.pieces(ids)
-            return {"tokens": [{"id": i, "piece": piece} for i, piece in zip(ids, pieces, strict=True)]}
+            slices = (ids[start : start + _SLICE] for start in range(0, len(ids), _SLICE))
+            if params.with_pieces:
+                listed = (_with_pieces(text, each) for each in slices)
+            else:
+                listed = (list[Any](each) for each in slices)
+            # Encoded slice by slice, as the encoder holds the interpreter's lock.
+            parts = (encode_json(each)[1:-1] for each in listed)
+            return EncodedJSON(b'{"tokens":[' + b",".join(parts) + b"]}")
 
-        return JSONReply(await self._context.prepare_threads.run(run))
+        return JSONReply(await self._in_turn(run))
 
     async def detokenize(self, request: Request) -> Response:
         """``POST /detokenize``: the text of token ids."""
         params = await self._parse(request, DetokenizeRequest)
         text = self._text_of(params.model)
-        return JSONReply({"content": await self._context.prepare_threads.run(text.detokenize, params.tokens)})
+        return JSONReply({"content": await self._in_turn(lambda: text.detokenize(params.tokens))})
 
     async def apply_template(self, request: Request) -> Response:
         """``POST /apply-template``: the prompt of a conversation as text, by the model's chat template."""
@@ -157,7 +173,21 @@ class LlamaCppRoutes:
                 add_generation_prompt=params.add_generation_prompt,
             )
 
-        return JSONReply({"prompt": await self._context.prepare_threads.run(run)})
+        return JSONReply({"prompt": await self._in_turn(run)})
+
+    async def _in_turn(self, run: Callable[[], T]) -> T:
+        """Call ``run`` on a thread, and one such request at a time: a long text takes seconds and memory.
+
+        Raises ``QueueFull`` if ``_MOST_WAITING`` are waiting already.
+        """
+        if self._num_waiting >= _MOST_WAITING:
+            raise QueueFull(f"{self._num_waiting} requests wait for the tokenizer", "Try again in a second.")
+        self._num_waiting += 1
+        try:
+            async with self._turn:
+                return await self._context.prepare_threads.run(run)
+        finally:
+            self._num_waiting -= 1
 
     async def _parse(self, request: Request, kind: type[Body]) -> Body:
         context = self._context

@@ -1,5 +1,6 @@
 """The tokenizer and the chat template of a served model, for any backend whose checkpoint is here."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,8 +15,8 @@ from vlfit.engine.sampling.detokenizer import Detokenizer
 from vlfit.errors import CheckpointError, InvalidRequest, UsageError
 from vlfit.models.registry import is_registered
 from vlfit.prompt.chat_template import ChatTemplate
-from vlfit.prompt.control_tokens import as_template_calls, as_template_tool, encode_plain
-from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer
+from vlfit.prompt.control_tokens import any_of, as_template_calls, as_template_tool, encode_plain
+from vlfit.prompt.tokenizer import TokenBytes, read_special_tokens, read_tokenizer, token_ids
 from vlfit.server.chat.chat_schema import ChatMessage, FunctionTool, TextContent
 from vlfit.server.chat.model_facts import checkpoint_of, sees_pictures
 from vlfit.server.chat.template_variables import check_variables
@@ -52,6 +53,7 @@ class ModelText:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
         self._tokenizer: Tokenizer | None = None
+        self._names: re.Pattern[str] | None = None
         self._template: ChatTemplate | None = None
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int]:
@@ -61,9 +63,8 @@ class ModelText:
         of control tokens become those tokens; False: they are text.
         """
         tokenizer = self._read_tokenizer()
-        if parse_special:
-            ids: list[int] = tokenizer.encode(text, add_special_tokens=add_special).ids
-            return ids
+        if parse_special or not self._names_of(tokenizer).search(text):
+            return token_ids(tokenizer, text, add_special_tokens=add_special)
         begin: list[int] = tokenizer.encode("", add_special_tokens=True).ids if add_special else []
         return [*begin, *encode_plain(tokenizer, text)]
 
@@ -122,6 +123,12 @@ class ModelText:
             variables,
             add_generation_prompt=add_generation_prompt,
         )
+
+    def _names_of(self, tokenizer: Tokenizer) -> re.Pattern[str]:
+        """Matches the name of any added token."""
+        if self._names is None:
+            self._names = any_of(each.content for each in tokenizer.get_added_tokens_decoder().values())
+        return self._names
 
     def _read_tokenizer(self) -> Tokenizer:
         if self._tokenizer is None:
