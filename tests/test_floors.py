@@ -21,6 +21,7 @@ FLOORS = {
     "vlfit._version": 0,
     "vlfit.errors": 0,
     "vlfit.units": 0,
+    "vlfit.atomic_write": 0,
     "vlfit.settings": 0,
     "vlfit.api": 0,
     "vlfit.machine": 0,

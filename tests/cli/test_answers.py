@@ -4,6 +4,8 @@ import io
 import json
 import re
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -386,6 +388,27 @@ def test_scene_that_is_no_json(vlfit: Vlfit, scripted: ScriptedBackend, red: Pat
 
 
 CUPS = json.dumps([{"bbox_2d": [100, 250, 500, 750], "label": "cup"}])
+
+
+@pytest.mark.parametrize("exists", [True, False])
+def test_a_drawing_without_room_changes_no_file(
+    vlfit: Vlfit,
+    scripted: ScriptedBackend,
+    red: Path,
+    tmp_path: Path,
+    full_disk: Callable[[], AbstractContextManager[None]],
+    exists: bool,
+) -> None:
+    found = tmp_path / "found.png"
+    if exists:
+        found.write_bytes(png())
+    before = {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    scripted.answers = [CUPS]
+    with full_disk():
+        ended = vlfit("detect", red, "cups", "--draw", found, "-m", "mini")
+    assert ended.code == 1
+    assert str(found) in ended.err
+    assert {path: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()} == before
 
 
 def test_detect_in_words_and_drawn(

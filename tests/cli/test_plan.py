@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
@@ -166,6 +167,17 @@ def test_a_machine_file_is_planned_for(vlfit: Vlfit, tmp_path: Path) -> None:
     save_machine(machine_with_card("RTX 3090"), tmp_path / "machine.json")
     ended = vlfit("plan", "8B", "--machine", tmp_path / "machine.json", "--json")
     assert json.loads(ended.out)["machine"]["gpu"].endswith("RTX 3090")
+
+
+def test_a_picture_of_the_plan_without_room_leaves_the_one_before(
+    vlfit: Vlfit, tmp_path: Path, full_disk: Callable[[], AbstractContextManager[None]]
+) -> None:
+    file = tmp_path / "plan.svg"
+    file.write_text("<svg/>")
+    with full_disk():
+        ended = vlfit("plan", "8B", "-w", "fp8", *CARD, "--svg", file)
+    assert ended.code == 1
+    assert (file.read_text(), list(tmp_path.iterdir())) == ("<svg/>", [file])
 
 
 def test_the_picture_is_well_formed_and_has_every_line(vlfit: Vlfit, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.machine.nvml import DESKTOP, LARGE, WSL2, install
-from vlfit.errors import UsageError
+from vlfit.errors import CannotWrite, UsageError
 from vlfit.machine.cards import machine_with_card
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Machine, load_machine, save_machine
@@ -195,6 +195,6 @@ def test_a_failed_save_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Monkey
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(Path, "replace", full)
-    with pytest.raises(UsageError, match="No space left on device"):
+    with pytest.raises(CannotWrite, match="No space left on device"):
         save_machine(machine_with_card("RTX 5060"), tmp_path / "machine.json")
     assert list(tmp_path.iterdir()) == []

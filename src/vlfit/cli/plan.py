@@ -549,10 +549,11 @@ def _print_pages(pages: list[str]) -> None:
 
 
 def _write_svg(file: Path, made: "Plan") -> None:
+    from vlfit.atomic_write import write_whole
     from vlfit.plan.svg import draw_ledger
 
     try:
-        file.write_text(draw_ledger(made), encoding="utf-8")
+        write_whole(file, draw_ledger(made).encode())
     except OSError as error:
         raise VlfitError(
             f"cannot write {file}: {error.strerror}", "Choose a folder you can write to."

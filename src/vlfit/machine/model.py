@@ -11,6 +11,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
+from vlfit.atomic_write import write_whole
 from vlfit.errors import UsageError
 
 Record = TypeVar("Record")
@@ -332,16 +333,16 @@ def load_machine(path: Path) -> Machine:
 
 
 def save_machine(machine: Machine, path: Path) -> None:
-    """Write a machine file, replacing an existing one atomically. Raises ``UsageError`` if that fails."""
+    """Write a machine file, replacing an existing one atomically.
+
+    Raises ``CannotWrite`` if the disk is full, ``UsageError`` if it fails otherwise.
+    """
     text = json.dumps(machine.to_json(), indent=2, ensure_ascii=False) + "\n"
-    part = path.with_name(f"{path.name}.part")
     try:
         if path.is_dir():
             raise IsADirectoryError(21, "it is a folder")
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        write_whole(path, text.encode())
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise UsageError(
             f"cannot write the machine file {path}: {error.strerror}", "Give --save another path."
         ) from None

@@ -1,5 +1,6 @@
 """Draw labelled boxes over a picture, and save it as another file."""
 
+import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,6 +8,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from vlfit.api.conversation import ImagePart
+from vlfit.atomic_write import write_whole
 from vlfit.errors import UsageError
 from vlfit.images.decode_pool import decode_pool
 from vlfit.tasks.boxes import SceneObject
@@ -64,19 +66,29 @@ def check_drawing_path(path: Path, source: str) -> None:
 
 
 def save_drawing(image: Image.Image, path: Path, source: str) -> None:
-    """Save ``image`` to ``path``, in the format of its extension; replaces an existing file.
+    """Save ``image`` to ``path``, in the format of its extension; replaces an existing file once it is whole.
 
-    Raises ``UsageError`` if that fails, or if ``path`` is the same file as ``source``, the picture.
+    Raises ``CannotWrite`` if the disk is full, ``UsageError`` if it fails otherwise, or if ``path`` is the
+    same file as ``source``, the picture.
     """
     check_drawing_path(path, source)
+    encoded = _NamedBuffer()
+    encoded.name = str(path)
     try:
-        image.save(path)
+        image.save(encoded)
+        write_whole(path, encoded.getvalue())
     except ValueError as error:
         raise _no_extension(path) from error
     except OSError as error:
         raise UsageError(
             f"{path} cannot be written: {error.strerror or error}", "Name a file elsewhere."
         ) from error
+
+
+class _NamedBuffer(io.BytesIO):
+    """Encoded bytes, with the name from which Pillow takes their format."""
+
+    name = ""
 
 
 def _no_extension(path: Path) -> UsageError:
