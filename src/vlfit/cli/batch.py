@@ -1,5 +1,6 @@
 """``vlfit batch``: the same task for many pictures, into one file."""
 
+import importlib
 import signal
 import threading
 from collections.abc import Iterator, Sequence
@@ -59,7 +60,7 @@ def read_ray_options(
     """Options of the Ray cluster to run on; None if ``ray`` is None: run on this machine.
 
     Parameters: the options of ``vlfit batch`` of the same names, as typed. Raises ``UsageError`` for
-    options that do not go together.
+    options that do not go together, and if Ray is not installed.
     """
     from vlfit.tasks.batch.ray import RayOptions
 
@@ -74,7 +75,14 @@ def read_ray_options(
         raise UsageError("--ordered does not work with --ray", "Leave one of them out.")
     if dry_run:
         raise UsageError("--dry-run does not work with --ray: it runs on this machine", "Leave --ray out.")
-    return RayOptions(ray, workers)
+    cluster = RayOptions(ray, workers)
+    try:
+        importlib.import_module("ray.data")
+    except ImportError as error:
+        raise UsageError(
+            f"--ray needs Ray, which cannot be imported: {error}", "Install it: pip install 'vlfit[ray]'."
+        ) from None
+    return cluster
 
 
 def read_wish(options: "BatchOptions") -> "Wish":

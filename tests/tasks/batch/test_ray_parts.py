@@ -285,6 +285,14 @@ def test_options_that_do_not_go_with_a_cluster_are_refused() -> None:
             read_ray_options(ray, workers, ordered=ordered, dry_run=dry_run)
 
 
+def test_ray_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("ray", "ray.data"):
+        monkeypatch.setitem(sys.modules, name, None)  # an import would raise
+    with pytest.raises(UsageError) as failure:
+        read_ray_options("local", None, ordered=False, dry_run=False)
+    assert "vlfit[ray]" in failure.value.hint
+
+
 def test_a_worker_whose_model_is_gone_ends(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
