@@ -53,8 +53,9 @@ def test_pages_that_there_cannot_be(name: str) -> None:
 
 def test_times() -> None:
     assert parse_times(["0:35", "1:02:03,7.5"]) == (35.0, 3723.0, 7.5)
+    assert parse_times(["1s,0s", "1.5 s", "500ms", "2m", "1h"]) == (1.0, 0.0, 1.5, 0.5, 120.0, 3600.0)
     assert list(map(format_time, (35, 3723, 7.5))) == ["0:35", "1:02:03", "0:07.5"]
-    for text in ("soon", "1:2:3:4", "-5"):
+    for text in ("soon", "1:2:3:4", "-5", "0:35s", "2d", "s", "-1s"):
         with pytest.raises(UsageError):
             parse_times([text])
 

@@ -45,6 +45,8 @@ _PICTURE_FRAMES = 8  # of a video, for models that take no clips
 _PAGE_TOKENS = 2_200  # of an A4 page, if the backend does not count them
 _ANSWER_TOKENS = 256  # kept free beside pages
 _PAGES_AT_ONCE = 8  # rendered in one go where pages are used one after another
+_TIME_WITH_UNIT = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*(ms|s|m|min|h)", re.IGNORECASE)
+_TIME_UNITS = {"ms": 0.001, "s": 1, "m": 60, "min": 60, "h": 3600}  # in seconds
 _MAX_TIMES = 100
 _MAX_TIME_CHARACTERS = 20
 
@@ -286,8 +288,14 @@ def split_pages(name: str) -> tuple[str, tuple[tuple[int, int], ...]]:
 
 
 def parse_time(text: str) -> float:
-    """Parse a time, ``0:35``, ``1:02:03`` or ``35.5``, as seconds. Raises ``UsageError`` for other text."""
-    match = _TIME.fullmatch(text.strip()) if len(text) <= _MAX_TIME_CHARACTERS else None
+    """Parse a time, ``0:35``, ``1:02:03``, ``35.5`` or ``35s``, as seconds. Raises ``UsageError`` for others.
+
+    Units: ms, s, m, min and h.
+    """
+    is_short = len(text) <= _MAX_TIME_CHARACTERS
+    if is_short and (with_unit := _TIME_WITH_UNIT.fullmatch(text.strip())):
+        return float(with_unit[1]) * _TIME_UNITS[with_unit[2].lower()]
+    match = _TIME.fullmatch(text.strip()) if is_short else None
     if match is None:
         shown = text if len(text) <= 40 else text[:37] + "..."
         raise UsageError(f"{shown!r} is not a time", "Write minutes and seconds, 0:35, or seconds, 35.5.")
