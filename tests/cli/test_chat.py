@@ -2,6 +2,7 @@
 
 import io
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.cli.conftest import Terminal, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit.api.conversation import ImagePart, TextPart
+from vlfit.cli.main import main
 from vlfit.errors import DoesNotFit
 
 
@@ -45,6 +47,54 @@ def test_commands(vlfit: Vlfit, scripted: ScriptedBackend, red: Path) -> None:
     assert turns(scripted, 1) == ["Be brief.", "Hi", "Hello.", "<picture>What is this?"]
     assert turns(scripted, 2) == ["Be brief.", "Still there?"]
     assert "/reset" in ended.err
+
+
+@pytest.mark.parametrize("word", ["/quit", "/exit", "/bye", "/bye now"])
+def test_words_that_end_it(vlfit: Vlfit, scripted: ScriptedBackend, word: str) -> None:
+    scripted.answers = ["Hello."]
+    ended = vlfit("chat", "-m", "mini", stdin=f"Hi\n{word}\nNot read\n")
+    assert (ended.code, ended.out) == (0, "Hello.\n")
+
+
+def test_a_closed_stdin_is_the_end(
+    vlfit: Vlfit, scripted: ScriptedBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["vlfit", "chat", "-m", "mini"])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    sys.stdin.close()
+    assert ended.value.code == 0
+    assert scripted.asked == []
+
+
+@pytest.mark.parametrize(
+    ("typed", "count"),
+    [
+        ('"{0}/with space.png"', 1),
+        ("'{0}/with space.png' {0}/red.png", 2),
+        ("{0}/with space.png", 1),
+        ("{0}/with*.png", 1),
+        ("{0}/with sp*.png", 1),
+        ("{0}/red.png {0}/it's.png", 0),  # a quotation mark that is not closed
+        ("{0}/it's.png", 1),
+        ("{0}/red.png   {0}/red.png {0}/*.png", 5),
+        pytest.param(
+            "{0}/with\\ space.png {0}/red.png",
+            2,
+            marks=pytest.mark.skipif(os.name != "posix", reason="Windows has backslashes in paths"),
+        ),
+    ],
+)
+def test_pictures_of_one_line(
+    vlfit: Vlfit, scripted: ScriptedBackend, red: Path, typed: str, count: int
+) -> None:
+    for name in ("with space.png", "it's.png"):
+        (red.parent / name).write_bytes(png())
+    scripted.answers = ["Cats."]
+    ended = vlfit("chat", "-m", "mini", stdin=f"/image {typed.format(red.parent)}\nWhat?\n")
+    assert ended.code == (count == 0)
+    assert turns(scripted) == ["<picture>" * count + "What?"]
 
 
 def test_options_go_on_top_of_the_checkpoints_own_sampling(vlfit: Vlfit, scripted: ScriptedBackend) -> None:

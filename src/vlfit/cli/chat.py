@@ -1,9 +1,13 @@
 """``vlfit chat``: a conversation in a terminal, or one message per line from a pipe."""
 
+import glob
+import os
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -18,11 +22,13 @@ if TYPE_CHECKING:
     from vlfit.tasks.files import FilePart
 
 
-_HELP = """  /image PICTURE   add a picture (file, glob or URL) to your next message
+_HELP = """  /image PICTURE   add pictures (files, globs or URLs) to your next message
   /reset           forget the conversation
   /help            show this list
-  /quit            exit (as does Ctrl-D)
+  /quit            exit (as do /bye, /exit and Ctrl-D)
   Ctrl-C           stop the answer; at the prompt, exit"""
+
+_ENDINGS = (["/quit"], ["/bye"], ["/exit"])
 
 
 @takes_options(*ANSWERING, json=JSON_LINES)
@@ -82,7 +88,7 @@ class _Conversation:
         if self._interactive:
             self._printer.note(f"{self._session.model.model}; /help lists the commands")
         for line in _lines(self._interactive):
-            if line.split()[:1] == ["/quit"]:
+            if line.split()[:1] in _ENDINGS:
                 break
             try:
                 self._handle(line)
@@ -110,7 +116,7 @@ class _Conversation:
         if command == "/image":
             if not rest.strip():
                 raise UsageError("/image needs a picture", "Write /image photo.jpg.")
-            self.add_pictures([rest.strip()])
+            self.add_pictures(_picture_names(rest.strip()))
         elif command == "/reset":
             self._chat.reset()
             self._pictures.clear()
@@ -138,6 +144,22 @@ class _Conversation:
 
         print_error(error)
         self._failed = True
+
+
+def _picture_names(text: str) -> list[str]:
+    """The names after ``/image``, as a shell splits them; one that is there needs no quotes for spaces."""
+    with suppress(OSError, RuntimeError, ValueError):
+        whole = Path(text).expanduser()
+        if whole.exists() or glob.glob(str(whole), recursive=True):
+            return [text]
+    words = shlex.shlex(text, posix=True)
+    words.whitespace_split, words.commenters = True, ""
+    if os.name != "posix":  # Windows has backslashes in paths
+        words.escape = ""
+    try:
+        return list(words)
+    except ValueError:  # a quotation mark without a second one
+        return [text]
 
 
 def _lines(interactive: bool) -> Iterator[str]:
