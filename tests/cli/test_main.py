@@ -15,8 +15,8 @@ from tests.cli.conftest import Ended, Vlfit
 from tests.scripted_backend import ScriptedBackend, png
 from vlfit import client
 from vlfit._version import __version__
-from vlfit.cli.main import translate_foreign_commands
-from vlfit.errors import DeviceError
+from vlfit.cli.main import app, translate_foreign_commands
+from vlfit.errors import CannotWrite, DeviceError
 
 
 def failed(ended: Ended, code: int) -> str:
@@ -308,3 +308,27 @@ def test_a_user_without_a_home_is_told_what_to_set(vlfit: Vlfit, monkeypatch: py
     ended = vlfit("models")
     assert ended.code == 1
     assert "HOME" in ended.err
+
+
+def test_completion_without_a_place_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "home").write_text("no folder")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    with pytest.raises(CannotWrite, match=re.escape(str(tmp_path))):
+        app(["--install-completion", "bash"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    ("variables", "styled"),
+    [({}, True), ({"NO_COLOR": ""}, True), ({"NO_COLOR": "1"}, False), ({"TERM": "dumb"}, False)],
+)
+def test_colours_where_they_are_wanted(
+    variables: dict[str, str], styled: bool, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    for name, value in ({"TERM": "xterm"} | variables).items():
+        monkeypatch.setenv(name, value)
+    for stream in (sys.stdout, sys.stderr):
+        monkeypatch.setattr(stream, "isatty", lambda: True)
+    for words in (("caption", "no.png", "-m", "mini"), ("doctor",)):
+        ended = vlfit(*words)
+        assert ("\x1b[" in ended.out + ended.err) is styled, words

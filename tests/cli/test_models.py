@@ -1,5 +1,6 @@
 """``vlfit models`` and ``vlfit models rm`` over a cache that a test fills."""
 
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from tests.checkpoint.test_source import COMMIT, OLDER, put
+from tests.cli.conftest import Terminal, Vlfit
 from tests.hollow_gguf import write_model
 from tests.wording import figures_in
 from vlfit.checkpoint.gguf import places
@@ -87,6 +89,20 @@ def test_rm_asks(cache: Path, tiny: Tiny, typed: str, gone: bool) -> None:
     if not gone:
         assert isinstance(result.exception, VlfitError)
         assert "--yes" in result.exception.hint
+
+
+def test_rm_interrupted_at_its_question(
+    cache: Path, tiny: Tiny, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*_: object) -> str:
+        raise KeyboardInterrupt
+
+    folder = put(cache, "org/model", tiny("tied"))
+    for stdin in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(stdin, "readline", interrupt)
+        assert vlfit("models", "rm", "org/model", stdin=stdin).code == 130
+    assert vlfit("models", "rm", "org/model", stdin=Terminal("n\n")).code == 1
+    assert folder.exists()
 
 
 def test_rm_yes_does_not_ask(cache: Path, tiny: Tiny) -> None:

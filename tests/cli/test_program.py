@@ -104,3 +104,42 @@ def test_words_that_find_no_room_are_told(
     assert b"error: cannot write the answer: No space left on device\n" in ended.stderr
     assert b"Traceback" not in ended.stderr
     assert b"Exception ignored" not in ended.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has a disk that is always full")
+@pytest.mark.parametrize("words", ["--help", "--version", "models", "models --json", "completion bash"])
+def test_no_room_for_the_words_of_any_command_is_no_bug(words: str, environment: dict[str, str]) -> None:
+    """In containers Python often writes without a buffer: each write fails by itself."""
+    for buffering in ({}, {"PYTHONUNBUFFERED": "1"}):
+        with open("/dev/full", "wb") as full:
+            ended = subprocess.run(
+                [*VLFIT, *words.split()],
+                stdout=full,
+                stderr=subprocess.PIPE,
+                env=environment | buffering,
+                timeout=60,
+            )
+        assert ended.returncode == 1
+        assert b"No space left on device" in ended.stderr
+        assert b"vlfit --debug" not in ended.stderr
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell that closes streams")
+@pytest.mark.parametrize(
+    ("command", "code"),
+    [
+        ("--version >&-", 1),
+        ("models >&-", 1),
+        ("--version 2>&-", 0),
+        ("no-such-command 2>&-", 2),
+        ("chat -m no/model.gguf <&- >/dev/null", 1),
+        ("--version <&- >&- 2>&-", 1),
+    ],
+)
+def test_a_closed_stream_is_no_bug(command: str, code: int, environment: dict[str, str]) -> None:
+    shell = ["/bin/sh", "-c", f'exec "$0" -m vlfit {command}', sys.executable]
+    ended = subprocess.run(shell, capture_output=True, env=environment, timeout=60, stdin=subprocess.DEVNULL)
+    assert ended.returncode == code
+    assert b"vlfit --debug" not in ended.stderr
+    assert b"Traceback" not in ended.stderr
+    assert bool(ended.stderr) is ("2>" not in command)

@@ -70,6 +70,22 @@ def test_help(path: tuple[str, ...], terminal: Terminal) -> None:
     assert "..." not in ended.out.partition("\nCommands:\n")[2]
 
 
+@pytest.mark.parametrize("width", [30, 40, 46, 52])
+@pytest.mark.parametrize("path", [("caption",), ("batch",), ()], ids=" ".join)
+def test_help_on_a_narrow_terminal_says_the_same(
+    path: tuple[str, ...], width: int, vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prose(columns: int) -> str:
+        monkeypatch.setenv("COLUMNS", str(columns))
+        return vlfit(*path, "--help").out.partition("Examples:")[0].partition("\n\n")[2]
+
+    assert widest(prose(width)) <= width
+    assert prose(width).split() == prose(120).split()
+    monkeypatch.setenv("COLUMNS", str(width))
+    options = vlfit(*path, "--help").out.partition("\nOptions:\n")[2].partition("\nCommands:\n")[0]
+    assert "\\" not in options
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_page(name: str, terminal: Terminal) -> None:
     terminal.run(*PAGES[name])

@@ -43,7 +43,7 @@ class StderrProgress:
 
     def __call__(self, done: int, total: int) -> None:
         now = time.monotonic()
-        on_terminal = sys.stderr.isatty()
+        on_terminal = sys.stderr.isatty() and os.environ.get("TERM", "").lower() != "dumb"
         if self._resumed_bytes is None:
             # Bytes of an earlier, interrupted download do not count towards the speed.
             self._resumed_bytes, self._started_at = done, now

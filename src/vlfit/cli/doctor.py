@@ -9,7 +9,7 @@ import typer
 
 from vlfit.cli.machine import machine_from_options
 from vlfit.cli.options import MACHINE, CommandOptions, complete_model, takes_options
-from vlfit.cli.printing import PAGE_WIDTH, Printer, wrap, wrap_command
+from vlfit.cli.printing import PAGE_WIDTH, Printer, is_styled, wrap, wrap_command
 from vlfit.errors import UsageError, VlfitError
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _run_checks(model: str | None, printer: Printer, *, as_json: bool) -> None:
 
 def _print_check(check: "Check", printer: Printer) -> None:
     word, colour = _SIGNS[check.level]
-    sign = typer.style(f"{word:<5}", fg=colour, bold=True) if sys.stdout.isatty() else f"{word:<5}"
+    sign = typer.style(f"{word:<5}", fg=colour, bold=True) if is_styled(sys.stdout.isatty()) else f"{word:<5}"
     typer.echo(sign + wrap(check.says, " " * 5, most=PAGE_WIDTH)[5:])
     if check.fix:
         printer.line(wrap(check.fix, "     -> ", most=PAGE_WIDTH))

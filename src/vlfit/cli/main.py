@@ -7,12 +7,13 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import traceback
 from collections.abc import Callable
-from functools import partial
+from functools import partial, partialmethod
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -42,12 +43,12 @@ from vlfit.cli.servers import STOP_EXAMPLES as _STOP_EXAMPLES
 from vlfit.cli.servers import WAKE_EXAMPLES as _WAKE_EXAMPLES
 from vlfit.cli.servers import sleep, status, stop, wake
 from vlfit.cli.serving.serve import ServeCommand, serve
-from vlfit.cli.signals import INTERRUPTED
+from vlfit.cli.signals import INTERRUPTED, is_interrupt
 from vlfit.cli.top import EXAMPLES as _TOP_EXAMPLES
 from vlfit.cli.top import top
 from vlfit.cli.verify import EXAMPLES as _VERIFY_EXAMPLES
 from vlfit.cli.verify import verify
-from vlfit.errors import UsageError, VlfitError, plain_reason
+from vlfit.errors import CannotWrite, UsageError, VlfitError, plain_reason
 
 _OTHER_VARIABLES = {"VLFIT_HOME", "VLFIT_DEBUG", "VLFIT_PREFIX_CACHE"}  # beside those of options
 
@@ -63,6 +64,7 @@ class _Command(TyperCommand):
                 parameter.get_help_record = record  # type: ignore[method-assign]
 
     def get_help(self, ctx: Any) -> str:
+        _narrow(ctx)
         return _fit_examples(super().get_help(ctx))
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
@@ -77,6 +79,7 @@ class _Group(TyperGroup):
     """Commands whose summaries are printed whole: typer would cut them off on a narrow terminal."""
 
     def get_help(self, ctx: Any) -> str:
+        _narrow(ctx)
         return _fit_examples(super().get_help(ctx))
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
@@ -93,7 +96,16 @@ class _Commands(_Group):
     """The commands; rewrites other programs' words and ``--backend remote URL`` before typer parses them."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        return super().parse_args(ctx, normalize_server_arguments(translate_foreign_commands(args)))
+        try:
+            return super().parse_args(ctx, normalize_server_arguments(translate_foreign_commands(args)))
+        except OSError as error:
+            if "--install-completion" not in args:
+                raise
+            place = error.filename or "its script"
+            raise CannotWrite(
+                f"completion is not installed: {place} cannot be written: {error.strerror}",
+                "vlfit completion prints the script; save it where the shell looks for it.",
+            ) from error
 
 
 def _usage_piece(piece: str) -> str:
@@ -112,14 +124,41 @@ def _untyped_record(record: Callable[[Any], Any], ctx: Any) -> Any:
     return found and (re.sub(r" <[^<>]+>$", "", found[0]), found[1])
 
 
+def _narrow(ctx: Any) -> None:
+    """Wrap help to a terminal narrower than click's least width, 50 columns, too."""
+    columns = shutil.get_terminal_size().columns
+    if columns < _LEAST_OF_CLICK + 2:
+        ctx.terminal_width = max(columns, _LEAST_COLUMNS)
+        # Of options longer than this the help begins on the next line.
+        write_dl = partialmethod(ctx.formatter_class.write_dl, col_max=_NAMES_COLUMNS)
+        ctx.formatter_class = type("_NarrowFormatter", (ctx.formatter_class,), {"write_dl": write_dl})
+
+
+_LEAST_OF_CLICK = 50
+_LEAST_COLUMNS = 30
+_NAMES_COLUMNS = 8
+
+
 def _fit_examples(help_text: str) -> str:
-    """Continue examples wider than the terminal with backslashes; all else is wrapped already."""
+    """Continue examples wider than the terminal with backslashes.
+
+    All else is wrapped already, but options with long values.
+    """
     width = shutil.get_terminal_size().columns
-    lines = []
+    lines, inside = [], False
     for line in help_text.splitlines():
         command = line.strip()
-        fits = len(line) <= width or not line.startswith(" ")
-        lines.append(line if fits else wrap_command(command, line[: line.index(command)], width=width))
+        inside = command == "Examples:" or (inside and line.startswith(" "))
+        first = line[: len(line) - len(line.lstrip())]
+        if len(line) <= width or not first:
+            lines.append(line)
+        elif inside:
+            lines.append(wrap_command(command, first, width=width))
+        else:
+            more = first + "  "
+            lines += textwrap.wrap(
+                line, width, subsequent_indent=more, break_long_words=False, break_on_hyphens=False
+            )
     return "\n".join(lines)
 
 
@@ -300,6 +339,7 @@ app.add_typer(models_app, name="models", cls=_Group, help=_MODELS_HELP)
 def main() -> None:
     """Run ``vlfit`` on ``sys.argv`` and exit. Errors are printed as a message and a hint, no traceback."""
     try:
+        _open_closed_streams()
         _escape_unencodable()
         _warn_of_misspelt_variables()
         try:
@@ -312,7 +352,10 @@ def main() -> None:
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(INTERRUPTED)
-    except typer.Abort:  # a question answered with no, or by the end of the input
+    except typer.Abort as abort:  # a question answered with no, by the end of the input, or with Ctrl-C
+        if is_interrupt(abort):
+            typer.echo(err=True)  # ends the question's line
+            sys.exit(INTERRUPTED)
         print_error(VlfitError("nothing was done"))
         sys.exit(1)
     except _ClickError as error:
@@ -322,6 +365,9 @@ def main() -> None:
         print_error(error)
         sys.exit(error.exit_code)
     except Exception as error:
+        if _is_full_stdout(error):
+            print_error(stdout_error(error))
+            sys.exit(1)
         _print_traceback_if_debugging()
         hint = "This is a bug in vlfit: `vlfit --debug ...` shows the traceback."
         if isinstance(error, RuntimeError) and not _has_home():
@@ -336,6 +382,16 @@ def main() -> None:
 _ClickError: type[Exception] = next(
     each for each in typer.BadParameter.__mro__ if each.__name__ == "ClickException"
 )
+
+
+def _is_full_stdout(error: Exception) -> TypeGuard[OSError]:
+    """Whether ``error`` is a write to a full disk that no command has handled: to stdout, without a buffer.
+
+    With a buffer ``_flush_stdout`` fails again; with PYTHONUNBUFFERED each of many writers may.
+    """
+    from vlfit.atomic_write import is_no_space
+
+    return isinstance(error, OSError) and error.filename is None and is_no_space(error)
 
 
 def _has_home() -> bool:
@@ -379,6 +435,19 @@ def _how_to_write(parameter: Any) -> str:
     if sentence[1:2].islower():  # no acronym
         sentence = sentence[:1].lower() + sentence[1:]
     return f"Write {written}: {sentence}." if sentence else f"Write {written}."
+
+
+def _open_closed_streams() -> None:
+    """Read a closed stdin as empty and drop what goes to a closed stderr.
+
+    Else the next file that is opened would become theirs. Raises ``VlfitError`` if stdout is closed.
+    """
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull, encoding="utf-8")  # noqa: SIM115
+    if sys.stdout is None:
+        raise VlfitError("stdout is closed, and answers go there", "Write to a file, or to /dev/null.")
+    if sys.stderr is None:
+        sys.stderr = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
 
 
 def _flush_stdout() -> None:

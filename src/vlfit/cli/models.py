@@ -15,6 +15,7 @@ import typer
 
 from vlfit.cli.options import CommandOptions, complete_model, complete_removable, takes_options
 from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap
+from vlfit.cli.signals import is_interrupt
 from vlfit.errors import NotDownloaded, VlfitError
 from vlfit.units import MIB, format_bytes
 
@@ -420,8 +421,8 @@ def remove(
         try:
             # On stderr: stdout is for data.
             typer.confirm(f"Remove {name} ({_described(removable)})?", abort=True, err=True)
-        except typer.Abort:
-            if sys.stdin.isatty():
+        except typer.Abort as abort:
+            if sys.stdin.isatty() or is_interrupt(abort):
                 raise
             typer.echo(err=True)  # ends the question's line
             raise VlfitError(

@@ -159,10 +159,29 @@ def stdout_error(error: OSError) -> VlfitError:
 def print_error(error: VlfitError, about: str = "") -> None:
     """Print message and hint on stderr. ``about``: put before the message, as the name of a picture."""
     on_terminal = sys.stderr.isatty()
+    bold = is_styled(on_terminal)
     what = f"{about}: {error.message}" if about and not error.message.startswith(about) else error.message
-    typer.echo(typer.style("error: ", fg="red", bold=True) + escape_control(what, on_terminal), err=True)
+    typer.echo(
+        (typer.style("error: ", fg="red", bold=True) if bold else "error: ")
+        + escape_control(what, on_terminal),
+        err=True,
+    )
     if error.hint:
-        typer.echo(typer.style("hint:  ", bold=True) + escape_control(error.hint, on_terminal), err=True)
+        typer.echo(
+            (typer.style("hint:  ", bold=True) if bold else "hint:  ")
+            + escape_control(error.hint, on_terminal),
+            err=True,
+        )
+
+
+def is_styled(on_terminal: bool) -> bool:
+    """Whether words may be coloured or bold: ``on_terminal``, unless NO_COLOR is set or TERM is dumb."""
+    return on_terminal and not os.environ.get("NO_COLOR") and not is_dumb()
+
+
+def is_dumb() -> bool:
+    """Whether the terminal says of itself that it knows no control sequences."""
+    return os.environ.get("TERM", "").lower() == "dumb"
 
 
 def terminal_width(most: int, *, on_terminal: bool | None = None) -> int:
@@ -198,7 +217,7 @@ def wrap(text: str, first: str = "", *, most: int = _NO_LIMIT, on_terminal: bool
     )
 
 
-_SHELL_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|[^\s"'])+""")
+_SHELL_WORD = re.compile(r"""(?:"[^"]*"|'[^']*'|\S)+""")
 
 
 def wrap_command(command: str, first: str = "", *, width: int | None = None) -> str:

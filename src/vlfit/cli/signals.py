@@ -49,6 +49,11 @@ def cleaned_up_when_terminated() -> Iterator[None]:
             os.kill(os.getpid(), signal.SIGTERM)
 
 
+def is_interrupt(abort: BaseException) -> bool:
+    """Whether it was Ctrl-C that aborted a question; typer raises ``Abort`` for the end of the input, too."""
+    return isinstance(abort.__context__, KeyboardInterrupt)
+
+
 def end_at_once(code: int) -> NoReturn:
     """Exit now with the status ``code``, on the second signal, with the terminal's cursor shown.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from vlfit.cli.options import CommandOptions, takes_options
-from vlfit.cli.printing import Printer, has_columns
+from vlfit.cli.printing import Printer, has_columns, is_dumb
 from vlfit.cli.servers import Port, server_to_watch
 from vlfit.cli.signals import terminated_as_interrupted
 
@@ -62,7 +62,7 @@ def top(
             return
         try:
             with terminated_as_interrupted():
-                if options.json or not sys.stdout.isatty():
+                if options.json or not sys.stdout.isatty() or is_dumb():
                     _lines(watcher, interval, printer, as_json=options.json)
                 else:
                     _screen(watcher, interval)
