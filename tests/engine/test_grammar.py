@@ -15,6 +15,7 @@ from llguidance import LLMatcher
 from vlfit.api.conversation import single_turn
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.sampling_params import Grammar, SamplingParams
+from vlfit.api.schema_limits import MAX_PROPERTIES
 from vlfit.backends.native import NativeBackend
 from vlfit.engine.sampling.grammar import (
     MAX_CONCURRENT_COMPILES,
@@ -215,13 +216,65 @@ def test_a_form_without_a_way_on_ends_the_request(compiler: GrammarCompiler) -> 
 
 
 def test_a_form_with_too_many_ways_on_is_the_requests_failure(mini: NativeBackend) -> None:
-    """Which shows only when there is a brace, and names the field that the form came in."""
-    one = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(40)}}
-    wish = SamplingParams(grammar=json_grammar({"anyOf": [one] * 50}), max_tokens=50)
+    """Which shows only within the list, and names the field that the form came in."""
+    one = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(100)}}
+    ways = [{"$ref": "#/$defs/one", "required": [f"p{number}"]} for number in range(100)]
+    two = {"type": "array", "items": {"anyOf": ways}, "minItems": 1}
+    wish = SamplingParams(grammar=json_grammar({"$defs": {"one": one}, **two}), max_tokens=50)
     with pytest.raises(InvalidRequest) as failed:
         mini.stream(single_turn("Hello"), wish).answer()
     assert failed.value.param == "response_format"
     assert mini.stream(single_turn("Hello"), SamplingParams(max_tokens=1)).answer().text, "others go on"
+
+
+def test_too_many_ways_on_after_the_first_brace_are_refused_at_once(mini: NativeBackend) -> None:
+    """Before a stream would have begun."""
+    one = {"type": "object", "properties": {f"p{number}": {"type": "integer"} for number in range(100)}}
+    ways = [{"$ref": "#/$defs/one", "required": [f"p{number}"]} for number in range(100)]
+    with pytest.raises(InvalidRequest) as refused:
+        mini.prepare(
+            single_turn("Hello"),
+            SamplingParams(grammar=json_grammar({"$defs": {"one": one}, "anyOf": ways})),
+        )
+    assert refused.value.param == "response_format"
+
+
+@pytest.mark.parametrize("closed", [True, False])
+@pytest.mark.parametrize("kind", ["string", ["string", "number", "integer", "boolean", "null", "array"]])
+def test_as_many_optional_properties_as_a_schema_may_have(
+    mini: NativeBackend, compiler: GrammarCompiler, kind: str | list[str], closed: bool
+) -> None:
+    properties = {f"p{number}": {"type": kind} for number in range(MAX_PROPERTIES)}
+    schema = {"type": "object", "properties": properties} | (
+        {"additionalProperties": False} if closed else {}
+    )
+    matcher = make_matcher(compiler, json_grammar(schema))
+    text = f'{{"p0": "a", "p7": "b", "p{MAX_PROPERTIES - 1}": "c"}}'
+    for token_id in mini.engine.prompts.tokenizer.encode(text, add_special_tokens=False).ids:
+        assert matcher.allows(token_id)
+        assert matcher.bitmask().any()
+        matcher.accept_token(token_id)
+    assert matcher.allows(mini.engine.generation.eos_token_ids[0])
+
+
+@pytest.mark.parametrize(
+    ("wish", "reason"),
+    [
+        (json_grammar({"type": "string", "pattern": "(?=a)b"}), "look-ahead"),
+        (json_grammar({"type": "string", "pattern": "["}), "class"),
+        (json_grammar({"type": "string", "pattern": "[" + "a" * 5000}), "class"),
+        (Grammar("grammar", "start: /(?=a)b/", "response_format"), "look-ahead"),
+        (json_grammar({"$ref": "#"}), "itself"),
+        (Grammar("json", "[]", "response_format"), "JSON object"),
+    ],
+    ids=["look-ahead", "bracket", "long", "grammar", "nothing but itself", "list"],
+)
+def test_a_refusal_says_why(compiler: GrammarCompiler, wish: Grammar, reason: str) -> None:
+    with pytest.raises(InvalidRequest) as refused:
+        compiler.make_matcher(wish)
+    assert reason in refused.value.message
+    assert "\n" not in refused.value.message
+    assert len(refused.value.message) < 700
 
 
 class SlowCompiler:

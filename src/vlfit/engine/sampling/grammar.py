@@ -15,7 +15,7 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from vlfit.api.sampling_params import SPACING, Grammar
-from vlfit.api.schema_limits import check_schema_text
+from vlfit.api.schema_limits import MAX_PROPERTIES, check_schema_text
 from vlfit.errors import InvalidRequest, QueueFull
 from vlfit.prompt.control_tokens import any_of, encode_plain
 from vlfit.prompt.tokenizer import TokenBytes
@@ -33,6 +33,10 @@ MAX_GRAMMAR_CHARS = 256 * 1024  # of a schema or grammar
 COMPILE_TIMEOUT_SECONDS = 5.0  # 2,000 properties of six types each, the slowest schema found, take 2.6
 MAX_CONCURRENT_COMPILES = 2  # so that slow grammars keep no more cores than these busy
 MAX_LEXER_STATES = 20_000  # 1 to 2 KB each in llguidance, whose own limit is 250,000
+# Alternatives at one place of an answer, of which each optional property is four; llguidance's default is
+# 2,000. Its limit on the work for a mask (``step_max_items``) stays. By hand, one core, 151,644 tokens: with
+# 2,000 optional properties of six types a mask takes 85 ms at most, between properties.
+MAX_ALTERNATIVES = 5 * MAX_PROPERTIES
 # Token sets whose masks are precomputed: the inside of JSON strings. llguidance has three more such sets by
 # default, with which compiling a vocabulary of 151,644 tokens takes 2.0 s instead of 1.2 and 119 MiB instead
 # of 75; masks take as long (benchmarks/structured_output.py).
@@ -150,10 +154,16 @@ class GrammarCompiler:
             else:
                 source = LLMatcher.grammar_from_lark(grammar.text)
         except ValueError as error:
-            raise InvalidRequest(f"the schema or grammar is invalid: {error}", param=grammar.place) from None
+            raise InvalidRequest(
+                f"the schema or grammar is invalid: {_in_one_line(str(error))}", param=grammar.place
+            ) from None
         matcher = self._compile(source, grammar.place)
         first = matcher.deep_copy()
         first.compute_bitmask()  # some grammars turn out to allow nothing only here
+        brace = self._tokenizer.encode("{", add_special_tokens=False).ids
+        if first.validate_tokens(brace) == len(brace):
+            first.consume_tokens(brace)
+            first.compute_bitmask()  # and some that an object may have too many alternatives
         for checked in (matcher, first):
             if checked.is_error():
                 raise InvalidRequest(
@@ -173,7 +183,9 @@ class GrammarCompiler:
         from llguidance._lib import LLParserLimits
 
         tokenizer = self._vocabulary()
-        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        limits = LLParserLimits(
+            max_items_in_row=MAX_ALTERNATIVES, max_lexer_states=MAX_LEXER_STATES, verbose_errors=False
+        )
         if not self._compile_slots.acquire(timeout=COMPILE_TIMEOUT_SECONDS):
             raise QueueFull(
                 "grammars of other requests are still compiling", "Try again in a few seconds.", param=param
@@ -253,5 +265,26 @@ class _VocabularyAdapter:
 
 
 def _describe_error(matcher: "LLMatcher") -> str:
-    """First line of the error; llguidance appends the parser state and the whole grammar."""
-    return (matcher.get_error().strip() or "no token is allowed").splitlines()[0][:300]
+    return _in_one_line(matcher.get_error()) or "no token is allowed"
+
+
+# Lines of llguidance's messages that say nothing: a marker, carets below a quotation, a line of the grammar
+# (its number is in the message).
+_SILENT_LINE = re.compile(r"<non-verbose/>|\^+|\d+ \|.*|")
+_PLAIN_WORDS = (
+    ("NoExtensionBias", "a part of it refers to itself and nothing else, so that no text is described"),
+    ("Expecting object schema", "it is not a JSON object"),
+    ("panic: assertion failed: grammar.symbols.len()", "it has too many parts"),
+)
+
+
+def _in_one_line(message: str) -> str:
+    """An error message of llguidance without what says nothing, its quotations shortened."""
+    for start, words in _PLAIN_WORDS:
+        if message.startswith(start):
+            return words
+    lines = (line.strip() for line in message.splitlines())
+    said = [line for line in lines if not _SILENT_LINE.fullmatch(line)][:10]
+    cut = [line if len(line) <= 300 else f"{line[:300]}..." for line in said]
+    joined = (f": {line[7:]}" if line.startswith("error: ") else f" {line}" for line in cut)
+    return "".join(joined).strip(": ")
