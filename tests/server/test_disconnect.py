@@ -1,5 +1,6 @@
 """Disconnects at every step of a request release its resources (real sockets)."""
 
+import asyncio
 import json
 import socket
 import threading
@@ -10,6 +11,7 @@ import pytest
 
 from tests.server.harness import Running, wait_for
 from tests.server.scripted import ScriptedBackend
+from vlfit.server.http.disconnect import Shutdown
 
 
 @pytest.fixture
@@ -134,3 +136,31 @@ def test_a_finished_request_cancels_nothing(server: Running, backend: ScriptedBa
     assert sum(ticket.cancelled.is_set() for ticket in backend.tickets) == 1
     staying.close()
     assert_cancelled_at_once(backend, 2)
+
+
+def test_hanging_up_as_the_answer_ends() -> None:
+    """Both in one turn of the event loop, the disconnect first: the answer counts."""
+    faults: list[dict[str, Any]] = []
+
+    async def run() -> str:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: faults.append(context))
+        gate = asyncio.Event()
+
+        async def receive() -> dict[str, Any]:
+            await gate.wait()
+            return {"type": "http.disconnect"}
+
+        async def work() -> str:
+            for _ in range(3):  # so that ``receive`` waits first, and is woken first
+                await asyncio.sleep(0)
+            asyncio.get_running_loop().call_soon(gate.set)
+            await gate.wait()
+            return "answer"
+
+        answer = await Shutdown(1.0).run_until_disconnect(work(), receive)
+        for _ in range(3):
+            await asyncio.sleep(0)
+        return answer
+
+    assert asyncio.run(run()) == "answer"
+    assert faults == []

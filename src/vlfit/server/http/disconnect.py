@@ -117,7 +117,8 @@ class Shutdown:
         timeout = asyncio.timeout(None)
 
         def expire(_: object) -> None:
-            _expire(timeout)
+            if timeout in self._timeouts:  # else ``work`` has ended between the disconnect and this call
+                _expire(timeout)
 
         try:
             async with timeout:
