@@ -116,6 +116,28 @@ def test_dns_rebinding_is_refused(host: str, status: int) -> None:
             assert answer.status_code == 403
 
 
+@pytest.mark.parametrize(
+    ("target", "host", "status"),
+    [
+        ("http://127.0.0.1:1/health", "127.0.0.1", 200),
+        ("HTTP://localhost/health?a=1", "evil.example", 200),  # the header is to be ignored
+        ("https://box.lan/health", "box.lan", 200),
+        ("http://box.lan", "box.lan", 200),
+        ("http://evil.example/health", "127.0.0.1", 403),
+        ("http://127.0.0.1@evil.example/health", "127.0.0.1", 403),
+        ("http://localhost/nowhere", "localhost", 404),
+    ],
+)
+def test_targets_with_a_host(target: str, host: str, status: int) -> None:
+    """RFC 9112, 3.2.2: they are accepted, and their host is the one that counts."""
+    with (
+        running(ScriptedBackend(), ServerSettings(allowed_hosts=("box.lan",))) as server,
+        server.socket() as client,
+    ):
+        client.sendall(f"GET {target} HTTP/1.1\r\nHost: {host}\r\n\r\n".encode())
+        assert int(client.recv(1000).split()[1]) == status
+
+
 def test_hosts_are_not_checked_beyond_loopback() -> None:
     with running(ScriptedBackend(), ServerSettings(allowed_hosts=None)) as server:
         assert httpx.get(f"{server.url}/health", headers={"Host": "box.example"}).status_code == 200

@@ -10,6 +10,7 @@ import json
 import logging
 import math
 import os
+import re
 import signal
 import socket
 import sys
@@ -46,6 +47,7 @@ MAX_CLIENT_LINE = 200  # bytes of a relay's client line
 # Chunks of a body, each of which takes 5 us of the event loop: 0.3 s, and as much again for 64 MiB.
 MAX_CHUNKS = 65_536
 MIN_CHUNK_BYTES = 1024  # on average, of those beyond
+_ABSOLUTE_TARGET = re.compile(rb"https?://(?P<host>[^/?#]+)(?P<path>.*)", re.IGNORECASE | re.DOTALL)
 _REQUEST_TIMEOUT_REPLY = b"HTTP/1.1 408 Request Timeout\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
 
 
@@ -128,7 +130,7 @@ def _client_key(host: str) -> str | int:
 
 
 class _ChunkLimitedConnection(h11.Connection):
-    """h11's parser with a limit on the chunks of a body."""
+    """h11's parser with a limit on the chunks of a body, and targets in absolute form made relative."""
 
     has_too_many_chunks = False
     _num_chunks = 0
@@ -144,7 +146,22 @@ class _ChunkLimitedConnection(h11.Connection):
                 raise h11.RemoteProtocolError("too many chunks")
         elif isinstance(event, h11.Request):
             self._num_chunks = self._body_bytes = 0
+            return _in_origin_form(event)
         return event
+
+
+def _in_origin_form(request: h11.Request) -> h11.Request:
+    """``request`` with the path of a target ``http://host/path`` as its target, and its host as the Host.
+
+    RFC 9112, 3.2.2: servers accept targets with a host, which counts instead of the header Host.
+    """
+    match = _ABSOLUTE_TARGET.fullmatch(request.target)
+    if match is None:
+        return request
+    headers = [(name, value) for name, value in request.headers if name != b"host"]
+    headers.append((b"host", match["host"]))
+    path = match["path"] if match["path"].startswith(b"/") else b"/" + match["path"]
+    return h11.Request(method=request.method, target=path, headers=headers, http_version=request.http_version)
 
 
 class LimitedH11Protocol(H11Protocol):
