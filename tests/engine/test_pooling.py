@@ -17,6 +17,7 @@ from tests import pictures
 from tests.engine.test_parity import reference_inputs
 from tests.tiny import tiny_reference
 from tests.tiny_pooled import NO, YES, make_reranker
+from tests.wording import figures_in
 from vlfit.api.conversation import Conversation, ImagePart, Message, TextPart, VideoPart
 from vlfit.api.engine_options import EngineOptions
 from vlfit.api.outputs import Chunk
@@ -315,6 +316,10 @@ def test_what_exceeds_the_context_is_refused_or_cut(engine: NativeEngine) -> Non
     conversation = (system(), user(picture(64, 64, 3), TextPart(text)))
     with pytest.raises(DoesNotFit):
         engine.prepare_pooled(conversation, PoolingParams())
+    with pytest.raises(DoesNotFit) as refused:  # only once its tokens are counted
+        engine.prepare_pooled((system(), user(TextPart("a lazy dog " * 800))), PoolingParams())
+    assert CONTEXT - 1 in figures_in(refused.value.message)
+    assert "answer" not in refused.value.message, "there is none"
     prepared = engine.prepare_pooled(conversation, PoolingParams(truncate=True))
     assert CONTEXT - 8 <= prepared.prompt_tokens < CONTEXT
     assert prepared.image_tokens > 0

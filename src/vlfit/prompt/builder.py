@@ -193,7 +193,7 @@ class PromptBuilder:
         return Prompt(text, (), 0)
 
     def too_long_error(self, prompt: Prompt, context: int, remedy: str = "") -> DoesNotFit:
-        """The error for a ``prompt`` that leaves no token of ``context`` for an answer. Does not raise it.
+        """The error for a ``prompt`` that leaves no token of ``context`` free. Does not raise it.
 
         Its hint says which picture sizes, how many pictures or how much less text would fit. ``remedy``: a
         further clause for the hint, such as "start with a larger --context"; "": none.
@@ -210,7 +210,7 @@ class PromptBuilder:
         hint = ", or ".join(ways) or "send less"
         return DoesNotFit(
             f"the prompt is {tokens} tokens ({of_pictures} of them pictures); "
-            f"the context holds {context}, with at least one for the answer",
+            f"at most {context - 1} fit the context of {context}",
             f"{hint[0].upper()}{hint[1:]}.",
         )
 

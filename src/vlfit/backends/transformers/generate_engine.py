@@ -147,8 +147,8 @@ class TransformersEngine:
         room = self.context - prompt.num_tokens
         if room < 1:
             raise DoesNotFit(
-                f"the prompt is {prompt.num_tokens} tokens ({prompt.num_image_tokens} of them pictures); the "
-                f"context holds {self.context}, with at least one for the answer",
+                f"the prompt is {prompt.num_tokens} tokens ({prompt.num_image_tokens} of them pictures); "
+                f"at most {self.context - 1} fit the context of {self.context}",
                 "Send less text, fewer or smaller pictures, or start with a larger --context.",
             )
         if params.max_tokens is None:
