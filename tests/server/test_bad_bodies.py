@@ -11,7 +11,7 @@ import pytest
 from openai import OpenAI
 
 from tests.server.asking import error_of, post
-from tests.server.harness import Running
+from tests.server.harness import PATIENCE, Running
 from vlfit.server.http import listen
 from vlfit.server.server_settings import ServerSettings
 from vlfit.units import MIB
@@ -56,6 +56,46 @@ def test_content_length_over_the_limit_is_refused_before_the_body(server: Runnin
         connection.sendall(head)
         assert connection.recv(1000).startswith(b"HTTP/1.1 413")
         connection.sendall(bytes(1000))  # is still taken
+
+
+@pytest.mark.parametrize("length", ["999999999999", "99999999999999999999"])
+def test_a_refused_body_that_does_not_come_is_not_waited_for(
+    server: Running, monkeypatch: pytest.MonkeyPatch, length: str
+) -> None:
+    monkeypatch.setattr("vlfit.server.error_replies.DISCARD_SECONDS", 100 * PATIENCE)
+    reply = refused_by_length(server, "/v1/chat/completions", length)
+    assert reply.lower().partition(b"\r\n\r\n")[0].count(b"connection: close") == 1
+
+
+@pytest.mark.parametrize(
+    ("route", "takes_pictures"),
+    [
+        ("/v1/chat/completions", True),
+        ("/api/chat", True),
+        ("/v1/completions", False),
+        ("/tokenize", False),
+        ("/api/pull", False),
+    ],
+)
+def test_only_where_there_are_pictures_fewer_are_advised(
+    server: Running, monkeypatch: pytest.MonkeyPatch, route: str, takes_pictures: bool
+) -> None:
+    monkeypatch.setattr("vlfit.server.error_replies.DISCARD_IDLE_SECONDS", 0.1)
+    assert (b"picture" in refused_by_length(server, route, "999999999999")) == takes_pictures
+
+
+def refused_by_length(server: Running, route: str, length: str) -> bytes:
+    """The whole reply, a 413 after which the server closes the connection."""
+    reply = b""
+    with server.socket() as connection:
+        connection.settimeout(PATIENCE)
+        connection.sendall(
+            f"POST {route} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: {length}\r\n\r\n".encode()
+        )
+        while piece := connection.recv(10_000):
+            reply += piece
+    assert reply.startswith(b"HTTP/1.1 413")
+    return reply
 
 
 def test_compressed_bodies_are_refused(server: Running) -> None:

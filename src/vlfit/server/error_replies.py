@@ -24,6 +24,7 @@ from vlfit.errors import (
 )
 
 DISCARD_SECONDS = 30.0  # how long a refused body is read and discarded
+DISCARD_IDLE_SECONDS = 1.0  # without a piece of it: the client has long read the reply
 RETRY_AFTER_RESTART = 10  # seconds a restart may take; a small model takes less
 
 
@@ -70,7 +71,8 @@ class DrainingReply(JSONReply):
     """A reply that is sent at once, and ended only after the rest of the request body was read and discarded.
 
     For requests that are refused before their body was read: a client that is still sending would
-    otherwise see a broken connection instead of the reply. Gives up after ``DISCARD_SECONDS``.
+    otherwise see a broken connection instead of the reply. Gives up after ``DISCARD_SECONDS``, or
+    ``DISCARD_IDLE_SECONDS`` without a piece of the body.
     """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -79,8 +81,10 @@ class DrainingReply(JSONReply):
         expects_continue = any(name == b"expect" for name, _ in scope["headers"])  # so it sends no body
         with suppress(TimeoutError):
             async with asyncio.timeout(0 if expects_continue else DISCARD_SECONDS):
-                while (await receive()).get("more_body", False):
-                    pass
+                more = True
+                while more:
+                    async with asyncio.timeout(DISCARD_IDLE_SECONDS):
+                        more = (await receive()).get("more_body", False)
         await send({"type": "http.response.body", "body": b""})
 
 

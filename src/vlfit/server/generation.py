@@ -37,7 +37,8 @@ MAX_PREPARE_THREADS = 8
 MAX_PICTURE_THREADS = 64  # they wait for decode workers most of the time
 MAX_FETCH_THREADS = 64
 MAX_INLINE_BODY = 16 * KIB  # bytes; parsing takes less time than starting a thread
-_SMALLER_HINT = "Send smaller or fewer pictures, or their URLs."
+_SMALLER_HINT = "Send a smaller request."
+_SMALLER_FILES_HINT = "Send smaller or fewer pictures, or their URLs."
 STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),  # nginx would otherwise buffer the stream
@@ -285,12 +286,17 @@ class Endpoint(Generic[Params]):
     An ASGI application rather than a function that returns a response, so that one context manager owns
     the running completions until the last byte is sent, and a disconnect is noticed at every step.
     ``stream_type``: media type of a streamed response. ``bare_files``: requests have files as plain base64,
-    not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them. ``window``: as in ``CompletionGroup``;
-    ``num_completions`` is then at most that. ``model_kind``: of the model of a request that names none.
+    not as data: URLs; ``file_urls`` returns ``bare_file_url`` of them. ``takes_files``: whether requests may
+    have pictures or other files. ``max_tokens_is_cap``: ``max_tokens`` is only the most there may be, as in
+    APIs whose clients send limits beyond any context; it is lowered to what the prompt leaves. ``window``:
+    as in ``CompletionGroup``; ``num_completions`` is then at most that. ``model_kind``: of the model of a
+    request that names none.
     """
 
     stream_type = "text/event-stream; charset=utf-8"
     bare_files = False
+    takes_files = True
+    max_tokens_is_cap = False
     window: int | None = None
     model_kind: ModelKind = "chat"
 
@@ -334,8 +340,21 @@ class Endpoint(Generic[Params]):
     def fitted_sampling(
         self, params: Params, sampling: SamplingParams, prepared: Sequence[Prepared]
     ) -> SamplingParams:
-        """Sampling parameters to generate with, now that the prompts are known; by default ``sampling``."""
-        return sampling
+        """Sampling parameters to generate with, now that the prompts are known.
+
+        By default ``sampling``, whose ``max_tokens`` is lowered to what the context has left after the
+        longest prompt if ``max_tokens_is_cap``.
+        """
+        rooms = [self.room(each) for each in prepared] if self.max_tokens_is_cap else []
+        room = min((each for each in rooms if each is not None), default=None)
+        if room is None or sampling.max_tokens is None or sampling.max_tokens <= room:
+            return sampling
+        return replace(sampling, max_tokens=room)
+
+    def room(self, prepared: Prepared) -> int | None:
+        """Most tokens that the prompt leaves for an answer; None if that is not known."""
+        context = self.context.backend.context
+        return context - prepared.prompt_tokens if context and prepared.prompt_tokens else None
 
     def response_writer(
         self, params: Params, prepared: Sequence[Prepared], request_id: str
@@ -355,7 +374,9 @@ class Endpoint(Generic[Params]):
         context.shutdown.check_accepting()
         request = Request(scope, receive)
         # In a list, from which ``_answer`` takes it: while the request runs, nothing keeps its body.
-        reading = read_request(request, context.settings.body_limit, bare=self.bare_files)
+        reading = read_request(
+            request, context.settings.body_limit, bare=self.bare_files, has_files=self.takes_files
+        )
         body = [await context.shutdown.run_until_disconnect(reading)]
         sender = _EventSender(send, self.stream_type)
         try:
@@ -410,7 +431,9 @@ class Endpoint(Generic[Params]):
     ) -> None:
         context = self.context
         await context.models.load(context.model)
-        prepared = await self.prepare(params, sampling, slots)
+        # With any room for the answer, where ``fitted_sampling`` says later how much there is.
+        preparing = replace(sampling, max_tokens=None) if self.max_tokens_is_cap else sampling
+        prepared = await self.prepare(params, preparing, slots)
         sampling = self.fitted_sampling(params, sampling, prepared)
         async with context.models.acquire(context.model, len(prepared)) as hold:
             writer = self.response_writer(params, prepared, request.state.request_id)
@@ -482,24 +505,31 @@ async def read_body(request: Request, limit: int) -> bytearray:
     broken connection instead of the error.
     """
     body = bytearray()  # grows in place: joining pieces would take twice the memory, and the GIL for long
-    await _receive(request, limit, body.extend, body.clear)
+    await _receive(request, limit, body.extend, body.clear, _SMALLER_HINT)
     return body
 
 
-async def read_request(request: Request, limit: int, *, bare: bool = False) -> ReceivedBody:
+async def read_request(
+    request: Request, limit: int, *, bare: bool = False, has_files: bool = True
+) -> ReceivedBody:
     """Read the body of at most ``limit`` bytes, and take the large files out of it as it arrives.
 
-    ``bare``: as for ``BodyReader``. Raises like ``read_body``.
+    ``bare``: as for ``BodyReader``. ``has_files``: whether the route takes pictures, for the error's hint.
+    Raises like ``read_body``.
     """
     reader = BodyReader(bare=bare)
-    await _receive(request, limit, reader.feed, reader.clear)
+    hint = _SMALLER_FILES_HINT if has_files else _SMALLER_HINT
+    await _receive(request, limit, reader.feed, reader.clear, hint)
     return reader.finish()
 
 
 async def _receive(
-    request: Request, limit: int, take: Callable[[bytes], None], discard: Callable[[], None]
+    request: Request, limit: int, take: Callable[[bytes], None], discard: Callable[[], None], hint: str
 ) -> None:
-    """Pass the body to ``take`` in pieces; ``discard`` it if it is too long. Raises like ``read_body``."""
+    """Pass the body to ``take`` in pieces; ``discard`` it if it is too long. Raises like ``read_body``.
+
+    ``hint``: what to do about a body that is too long.
+    """
     encoding = request.headers.get("content-encoding", "identity")
     if encoding.strip().lower() != "identity":
         raise PackedRequest(
@@ -507,7 +537,7 @@ async def _receive(
             "Send the body uncompressed.",
         )
     if int(request.headers.get("content-length", 0)) > limit:  # h11 has checked that it is digits
-        raise BodyNotRead(_too_large(limit), _SMALLER_HINT)
+        raise BodyNotRead(_too_large(limit), hint)
     size = 0
     async for piece in request.stream():
         size += len(piece)
@@ -518,7 +548,7 @@ async def _receive(
         if size > 4 * limit:
             break
     if size > limit:
-        raise RequestTooLarge(_too_large(limit), _SMALLER_HINT)
+        raise RequestTooLarge(_too_large(limit), hint)
 
 
 def _too_large(limit: int) -> str:

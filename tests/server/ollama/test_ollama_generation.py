@@ -118,6 +118,19 @@ def test_an_answer_that_is_cut_off_says_so(server: Running, scripted: ScriptedBa
     assert body["vlfit"]["finish_reasons"] == ["loop"]
 
 
+@pytest.mark.parametrize(("route", "fields"), BOTH)
+def test_more_tokens_than_the_context_has(
+    server: Running, scripted: ScriptedBackend, route: str, fields: dict[str, Any]
+) -> None:
+    """As in Ollama, the answer ends where the context does."""
+    scripted.words, scripted.context = ("word ",) * 10, 7
+    body = whole(server, route, **fields, options={"num_predict": 8192})
+    assert scripted.asked[-1][1].max_tokens is None
+    assert (body["done_reason"], body["eval_count"]) == ("length", 5)
+    for few in (5, 2):
+        assert whole(server, route, **fields, options={"num_predict": few})["eval_count"] == few
+
+
 @pytest.mark.parametrize("as_url", [False, True])
 def test_pictures_are_base64(server: Running, scripted: ScriptedBackend, as_url: bool) -> None:
     red, blue = png("red"), png("blue", 600, 400)

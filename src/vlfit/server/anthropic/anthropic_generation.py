@@ -1,7 +1,7 @@
 """``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from vlfit.api.sampling_params import SamplingParams
@@ -56,6 +56,7 @@ class _AnthropicEndpoint(Endpoint[MessagesCall]):
 
     request_class: type[CountTokensRequest]
     bare_files = True
+    max_tokens_is_cap = True  # clients send the limits of Anthropic's models
 
     def __init__(self, context: ServerContext) -> None:
         super().__init__(context)
@@ -80,20 +81,13 @@ class _AnthropicEndpoint(Endpoint[MessagesCall]):
     async def prepare(
         self, params: MessagesCall, sampling: SamplingParams, slots: Slots
     ) -> Sequence[Prepared]:
-        """Prepare the prompt with any room for the answer: ``max_tokens`` is only the most there may be."""
-        any_length = replace(sampling, max_tokens=None)
         with params.translation.original_names_in_errors():
-            return [await prepare_chat(self.context, params.translation.chat, any_length, slots)]
+            return [await prepare_chat(self.context, params.translation.chat, sampling, slots)]
 
     def _thinking_of(self, backend: Backend) -> Thinking | None:
         if backend.model not in self._thinking:
             self._thinking[backend.model] = thinking_of(backend)
         return self._thinking[backend.model]
-
-    def _room(self, prepared: Prepared) -> int | None:
-        """Most tokens that the prompt leaves for an answer; None if that is not known."""
-        context = self.context.backend.context
-        return context - prepared.prompt_tokens if context and prepared.prompt_tokens else None
 
 
 class MessagesEndpoint(_AnthropicEndpoint):
@@ -101,24 +95,12 @@ class MessagesEndpoint(_AnthropicEndpoint):
 
     request_class = MessagesRequest
 
-    def fitted_sampling(
-        self, params: MessagesCall, sampling: SamplingParams, prepared: Sequence[Prepared]
-    ) -> SamplingParams:
-        """``sampling`` with ``max_tokens`` lowered to what the context has left after the prompt.
-
-        Clients send the limits of Anthropic's models, which would otherwise be refused.
-        """
-        room = self._room(prepared[0])
-        if room is None or sampling.max_tokens is None or sampling.max_tokens <= room:
-            return sampling
-        return replace(sampling, max_tokens=room)
-
     def response_writer(
         self, params: MessagesCall, prepared: Sequence[Prepared], request_id: str
     ) -> MessageWriter:
         """The writer of the message, as one JSON object or as events."""
         backend = self.context.backend
-        chat, room = params.translation.chat, self._room(prepared[0])
+        chat, room = params.translation.chat, self.room(prepared[0])
         variables = template_variables(chat, backend)
         thinking = with_variables(self._thinking_of(backend), backend, variables)
         return MessageWriter(

@@ -73,6 +73,7 @@ class _OllamaEndpoint(Endpoint[OllamaCall]):
     request_class: type[OllamaChatRequest] | type[OllamaGenerateRequest]
     stream_type = NDJSON
     bare_files = True
+    max_tokens_is_cap = True  # Ollama stops at the context, whatever num_predict says
 
     def __init__(self, context: ServerContext, details: ModelDetails, keep_alive: KeepAlive) -> None:
         super().__init__(context)

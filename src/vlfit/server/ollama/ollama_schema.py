@@ -287,7 +287,11 @@ FIELDS: dict[str, dict[str, tuple[Effect, str]]] = {
             "above the server's context it is refused; below it the whole context is used, and it is listed"
             " as ignored",
         ),
-        "num_predict": ("honoured", "0, -1 and -2: the server's own limit (`--max-tokens`)"),
+        "num_predict": (
+            "honoured",
+            "0, -1 and -2: the server's own limit (`--max-tokens`); more than the context leaves: as many as"
+            " it leaves",
+        ),
         "temperature": ("honoured", "0 to 2"),
         "top_k": ("honoured", ""),
         "top_p": ("honoured", ""),

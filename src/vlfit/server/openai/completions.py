@@ -93,6 +93,8 @@ class CompletionRequest(SamplingFields):
 class CompletionsEndpoint(Endpoint[CompletionRequest]):
     """``POST /v1/completions``."""
 
+    takes_files = False
+
     def parse(self, body: bytes | bytearray) -> CompletionRequest:
         """Parse the body, and refuse fields that vlfit does not support. Raises ``InvalidRequest``."""
         params = parse_body(CompletionRequest, body)
