@@ -55,8 +55,9 @@ def server(backend: NativeBackend) -> Iterator[Running]:
 
 def test_a_refused_form_is_one_line_of_the_log(server: Running, caplog: pytest.LogCaptureFixture) -> None:
     """Also one that shows only at the first token to allow nothing: it is the request's fault, not ours."""
-    options = [{f"k{n}_{m}": {"type": "string"} for m in range(40)} for n in range(49)]
-    too_many = {"anyOf": [{"type": "object", "properties": properties} for properties in options]}
+    one = {"type": "object", "properties": {f"k{number}": {"type": "integer"} for number in range(100)}}
+    ways = [{"$ref": "#/$defs/one", "required": [f"k{number}"]} for number in range(100)]
+    too_many = {"$defs": {"one": one}, "type": "array", "items": {"anyOf": ways}, "minItems": 1}
     schemas: tuple[dict[str, Any], ...] = (too_many, {"type": "string", "pattern": "["}, {"not": {}})
     for schema in schemas:
         named = {"name": "x", "schema": schema}
