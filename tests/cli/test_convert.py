@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,7 @@ from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
 from tests.pictures import picture
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.errors import MissingFile
 
 Tiny = Callable[[str], Path]
 
@@ -48,6 +50,55 @@ def test_it_goes_into_the_store_and_is_named_for_what_it_is(
     assert re.search(r"down_proj \d+\.\d+%", ended.err)  # its relative error
     assert "100 %" in ended.err
     assert list(here.iterdir()) == []
+
+
+@pytest.mark.parametrize("damage", ["truncated", "missing"])
+@pytest.mark.parametrize("out", ["", "my copy"])
+def test_a_broken_copy_is_made_again_by_the_command_of_the_hint(
+    vlfit: Vlfit, here: Path, damage: str, out: str
+) -> None:
+    made = vlfit("convert", "mini", "-w", "int4", "-q", *(("--out", here / out) if out else ()))
+    folder = Path(made.out.strip())
+    weights = folder / "model.safetensors"
+    before = weights.read_bytes()
+    if damage == "missing":
+        weights.unlink()
+    else:
+        weights.write_bytes(before[:-1000])
+    model = folder if out else "mini-INT4"
+    listed = None if out else vlfit("models")
+    refused = [vlfit("pull", model), vlfit("bench", model)]
+    assert [each.code for each in refused] == [1, 1]
+    commands = {
+        line.partition("onvert it again: ")[2]
+        for each in (*refused, *([listed] if listed else []))
+        for line in each.err.splitlines()
+        if "onvert it again: " in line
+    }
+    assert len(commands) == 1
+    assert not any("vlfit pull" in each.err for each in refused)
+    again = vlfit(*shlex.split(commands.pop())[1:])
+    assert (again.code, weights.read_bytes()) == (0, before)
+    assert vlfit("pull", model).code == 0
+
+
+def test_a_copy_of_a_folder_names_that_folder(vlfit: Vlfit, source: Path, here: Path) -> None:
+    folder = Path(vlfit("convert", source, "-w", "fp8", "-q").out.strip())
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(MissingFile) as caught:
+        open_checkpoint(folder)
+    assert "vlfit convert path/to/Tiny-Instruct --weights fp8 --force" in caught.value.hint
+
+
+def test_a_downloaded_copy_is_downloaded_again(vlfit: Vlfit, here: Path, tmp_path: Path) -> None:
+    """Of somebody who has put a converted copy on the hub, with its card."""
+    cached = tmp_path / "hub" / "models--org--copy" / "snapshots" / "abc"
+    cached.parent.mkdir(parents=True)
+    shutil.copytree(vlfit("convert", "mini", "-w", "fp8", "-q").out.strip(), cached)
+    (cached / "model.safetensors").unlink()
+    with pytest.raises(MissingFile) as caught:
+        open_checkpoint(cached)
+    assert "vlfit pull" in caught.value.hint
 
 
 def test_a_copy_is_found_listed_and_removed_by_its_name(

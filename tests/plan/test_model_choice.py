@@ -206,6 +206,13 @@ def test_reason_names_sizes_and_commands(computer: Machine, models: list[LocalMo
     assert words in choose_checkpoint(computer, models).reason
 
 
+def test_a_download_to_go_on_with_is_named_once() -> None:
+    begun = replace(as_if_downloaded("Qwen/Qwen3-VL-4B-Instruct-FP8"), complete=False)
+    choice = choose_checkpoint(DESKTOP, [begun])
+    assert choice.reason.count("4B") == choice.reason.count("vlfit pull 4B-FP8") == 1
+    assert begun.name in choice.obstacle
+
+
 def as_if_downloaded(name: str) -> LocalModel:
     found = next(each for each in catalog_models() if each.name == name)
     return LocalModel(

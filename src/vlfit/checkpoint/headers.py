@@ -13,6 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from vlfit.checkpoint import store
 from vlfit.checkpoint.fields import Fields
 from vlfit.checkpoint.gguf.gguf_folder import is_gguf_folder, read_sources
 from vlfit.checkpoint.gguf.stored_blocks import BlockPart, StoredBlocks
@@ -121,15 +122,20 @@ def shard_files(folder: Path) -> list[Path]:
         return list(read_sources(folder).files)
     names = shard_names(folder)
     missing = [name for name in names if not (folder / name).is_file()]
+    command = store.convert_command(folder) if missing else ""
     if missing == [SINGLE_FILE]:
         raise MissingFile(
             f"{folder} holds no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there",
-            "Fetch the whole checkpoint: vlfit pull NAME. Files of the kind .bin are not read.",
+            f"Convert it again: {command}"
+            if command
+            else "Fetch the whole checkpoint: vlfit pull NAME. Files of the kind .bin are not read.",
         )
     if missing:
         raise MissingFile(
             f"{len(missing)} of {len(names)} shards are missing in {folder}: {', '.join(missing[:5])}",
-            "Fetch the rest: vlfit pull NAME goes on where a download was cut off.",
+            f"Convert it again: {command}"
+            if command
+            else "Fetch the rest: vlfit pull NAME goes on where a download was cut off.",
         )
     return [folder / name for name in names]
 
@@ -167,9 +173,9 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
             f"{path} cannot be read: {error}", "Check the disk and the file's permissions."
         ) from None
     except (ValueError, RecursionError) as error:
-        raise BrokenShard(f"{path} has a header that is not JSON: {error}", _FETCH_AGAIN) from None
+        raise BrokenShard(f"{path} has a header that is not JSON: {error}", _fetch_again(path)) from None
     if not isinstance(header, dict):
-        raise BrokenShard(f"{path} has a header that is not a JSON object", _FETCH_AGAIN)
+        raise BrokenShard(f"{path} has a header that is not a JSON object", _fetch_again(path))
     infos = [
         _parse_entry(path, name, entry, 8 + length)
         for name, entry in header.items()
@@ -177,6 +183,12 @@ def _read_header(path: Path) -> Iterator[tuple[str, TensorInfo]]:
     ]
     _check_offsets(path, infos, 8 + length, size)
     return iter([(info.name, info) for info in infos])
+
+
+def _fetch_again(path: Path) -> str:
+    """The hint for a broken file: convert the copy again that it is of, or download it again."""
+    command = store.convert_command(path.parent)
+    return f"Convert it again: {command}" if command else _FETCH_AGAIN
 
 
 def _not_safetensors(path: Path, size: int, length: int, start: bytes) -> BrokenShard:
@@ -189,10 +201,10 @@ def _not_safetensors(path: Path, size: int, length: int, start: bytes) -> Broken
     if is_html(start):
         return BrokenShard(
             f"{path} is a web page (HTML, {size:,} bytes), not weights",
-            "The server sent a page, such as a login or an error. " + _FETCH_AGAIN,
+            "The server sent a page, such as a login or an error. " + _fetch_again(path),
         )
     claim = f"its header claims {length:,} bytes" if size >= 8 else "too short for a header"
-    return BrokenShard(f"{path} has {size:,} bytes; {claim}", _FETCH_AGAIN)
+    return BrokenShard(f"{path} has {size:,} bytes; {claim}", _fetch_again(path))
 
 
 def is_html(data: bytes) -> bool:
@@ -209,13 +221,15 @@ def _parse_entry(path: Path, name: str, entry: Any, data_start: int) -> TensorIn
         _whole_numbers(fields, "data_offsets"),
     )
     if dtype not in _DTYPE_BITS or shape is None or offsets is None or len(offsets) != 2:
-        raise BrokenShard(f"{path} has an invalid header entry for {name}: {str(entry)[:200]}", _FETCH_AGAIN)
+        raise BrokenShard(
+            f"{path} has an invalid header entry for {name}: {str(entry)[:200]}", _fetch_again(path)
+        )
     begin, end = offsets
     expected = dtype_bytes(dtype, prod(shape))
     if end - begin != expected:
         raise BrokenShard(
             f"{path}: {name} ({dtype} {list(shape)}) takes {expected:,} bytes, not {end - begin:,}",
-            _FETCH_AGAIN,
+            _fetch_again(path),
         )
     return TensorInfo(name, dtype, shape, path, data_start + begin, data_start + end)
 
@@ -232,10 +246,12 @@ def _check_offsets(path: Path, infos: list[TensorInfo], data_start: int, size: i
     end = max((info.end for info in ordered), default=data_start)
     if size != end:
         what = "truncated" if size < end else "longer than its header says"
-        raise BrokenShard(f"{path} is {what}: {end:,} bytes expected, {size:,} bytes found", _FETCH_AGAIN)
+        raise BrokenShard(
+            f"{path} is {what}: {end:,} bytes expected, {size:,} bytes found", _fetch_again(path)
+        )
     if ordered and ordered[0].start != data_start:
-        raise BrokenShard(f"{path} leaves a gap after its header", _FETCH_AGAIN)
+        raise BrokenShard(f"{path} leaves a gap after its header", _fetch_again(path))
     for before, after in pairwise(ordered):
         if before.end != after.start:
             what = "overlap" if before.end > after.start else "leave a gap between them"
-            raise BrokenShard(f"{path}: {before.name} and {after.name} {what}", _FETCH_AGAIN)
+            raise BrokenShard(f"{path}: {before.name} and {after.name} {what}", _fetch_again(path))

@@ -5,10 +5,13 @@
 
 import os
 import re
+import shlex
 import shutil
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
+_CONVERTED = re.compile(r"^Converted by vlfit .{1,40}: `vlfit convert (.+?) (--[^`\n]+)`\.$", re.MULTILINE)
+_CARD_BYTES = 4096  # of the model card: the line is at its beginning
 
 
 def models_folder() -> Path:
@@ -47,6 +50,28 @@ def find_folder(name: str) -> Path | None:
     alike = [path for path in model_folders() if path.name.lower() == name.lower()]
     exact = [path for path in alike if path.name == name]
     return next(iter(exact), alike[0] if len(alike) == 1 else None)
+
+
+def convert_command(folder: Path) -> str:
+    """The ``vlfit convert`` command that makes the copy in ``folder`` once more, by its model card.
+
+    "" if its card names none, as that of an original, or if it was downloaded. A source that was a folder
+    becomes ``path/to/NAME``: where it lies is not known.
+    """
+    if folder.parent.name == "snapshots":  # of the hub's cache: whoever uploaded it has converted it
+        return ""
+    try:
+        with (folder / "README.md").open("rb") as file:
+            found = _CONVERTED.search(file.read(_CARD_BYTES).decode("utf-8", "replace"))
+    except OSError:
+        return ""
+    if found is None:
+        return ""
+    source, options = found.groups()
+    named = source == "mini" or "/" in source or find_folder(source) is not None
+    words = f"vlfit convert {shlex.quote(source if named else f'path/to/{source}')} {options}"
+    place = "" if folder.parent == models_folder() else f" --out {shlex.quote(str(folder))}"
+    return f"{words}{place} --force"
 
 
 def remove_folder(folder: Path) -> None:

@@ -257,6 +257,7 @@ def _facts(model: "LocalModel") -> dict[str, Any]:
 
 def _print_table(found: "list[LocalModel]", *, suggest: bool) -> None:
     """``suggest``: name a larger model to download if only mini is here."""
+    from vlfit.checkpoint import store
     from vlfit.checkpoint.source import MINI
 
     rows = [("NAME", "SIZE", "FORMAT", "WHERE")]
@@ -274,7 +275,11 @@ def _print_table(found: "list[LocalModel]", *, suggest: bool) -> None:
             typer.echo(wrap(where, "  "))
     for model in found:
         if not model.complete and model.name != MINI:
-            typer.echo(f"finish the download: vlfit pull {model.name}", err=True)
+            command = store.convert_command(model.folder)
+            text = (
+                f"convert it again: {command}" if command else f"finish the download: vlfit pull {model.name}"
+            )
+            typer.echo(text, err=True)
     if suggest and all(model.name == MINI for model in found):
         from vlfit.plan.model_choice import recommend_download
         from vlfit.plan.processors import this_computer
@@ -476,11 +481,14 @@ def pull(
 def _pull(model: str) -> tuple[str, str]:
     """Download ``model``; return the name to open it by, and its folder or file."""
     from vlfit.checkpoint import hub
+    from vlfit.checkpoint.headers import read_headers
     from vlfit.checkpoint.source import MINI, locate_or_download, nearest_names_in_hint, read_checkpoint
 
     one = resolve_to_one(model, Printer())
     if not one.on_hub:
         name, folder = locate_or_download(opening_name(model, one))
+        if not one.is_gguf:
+            read_headers(folder)  # raises: a file of it is broken, and the hint says what repairs it
         where = "ships with vlfit" if one.name == MINI else "is on this computer"
         typer.echo(f"{name} {where}: nothing to download", err=True)
         return opening_name(model, one), str(one.folder if one.is_gguf else folder)

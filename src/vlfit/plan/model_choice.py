@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vlfit.api.pooling import ModelKind
-from vlfit.checkpoint import catalog, hub
+from vlfit.checkpoint import catalog, hub, store
 from vlfit.checkpoint.cache import LocalModel
 from vlfit.checkpoint.catalog import CatalogEntry
 from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES
@@ -99,14 +99,17 @@ def choose_checkpoint(
             why = _why_it_fits(machine, model, ample=ample)
             if why:
                 return AutoChoice(model.name, f"using {model.name}: {why}")
-    partial = [model.name for model in real if not model.complete]
-    download = recommend_download(machine, partial) if kind == "chat" else None
+    partial = [model for model in real if not model.complete]
+    begun = [model.name for model in partial]
+    download = recommend_download(machine, begun) if kind == "chat" else None
     obstacle = _why_not_larger(machine, complete, partial, download)
     if download is None:
         pull = "" if complete or partial else _why_nothing_fits(machine)
     else:
         pull = f"for {'one that fits' if complete else 'a real one'}: {download.command}"
     why = "; ".join(part for part in (obstacle, pull) if part)
+    if download is not None and download.name in begun and not complete:
+        why = f"the download of a real one was cut off: {download.command} goes on"
     return AutoChoice(MINI, f"using mini, the small model that ships with vlfit; {why}", obstacle, download)
 
 
@@ -244,7 +247,7 @@ def _why_it_fits(machine: Machine, model: LocalModel | Model, *, ample: bool) ->
 def _why_not_larger(
     machine: Machine,
     complete: Sequence[LocalModel | Model],
-    partial: Sequence[str],
+    partial: Sequence[LocalModel],
     download: RecommendedDownload | None,
 ) -> str:
     """Why none of the models that are here was chosen; "" if there is none."""
@@ -258,8 +261,12 @@ def _why_not_larger(
         where = "on the GPU" if machine.gpus else "of RAM"
         return f"{smallest.name} is here but needs about {need}; {room} {where} are free"
     if partial:
-        name = download.name if download and download.name in partial else partial[0]
-        return f"{name} is only partly downloaded: vlfit pull {name} goes on"
+        if download is not None and download.name in [model.name for model in partial]:
+            return f"{download.name} is only partly downloaded"
+        command = store.convert_command(partial[0].folder)
+        if command:
+            return f"{partial[0].name} is incomplete: {command} makes it again"
+        return f"{partial[0].name} is only partly downloaded: vlfit pull {partial[0].name} goes on"
     return ""
 
 
