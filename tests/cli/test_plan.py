@@ -147,9 +147,32 @@ def test_without_a_model_everything_that_fits_best_first(vlfit: Vlfit) -> None:
     assert facts["other_series"] == "Qwen/Qwen3.5-2B"
     assert names.index("Qwen/Qwen3-VL-2B-Instruct-FP8") < names.index("Qwen/Qwen3-VL-8B-Instruct-FP8")
     assert [row["what"].split()[0] for row in facts["what_if"]] == ["native", "headless:", "12", "16", "24"]
-    assert "9B" in facts["what_if"][-1]["plan"]["model"]
+    # On each card it is what a plan for that card takes.
+    there = vlfit("plan", "--gpu", "RTX 3060 12GB", "--desktop", "951MiB", "--wsl2", "--json")
+    row = next(row["plan"] for row in facts["what_if"] if "RTX 3060 12GB" in row["what"])
+    assert row["model"] == json.loads(there.out)["recommended"]
+    assert row["model"] != json.loads(there.out)["plans"][0]["model"]
     page = vlfit("plan", *CARD, "--what-if").out
     assert "Qwen3-VL-4B-Instruct-FP8" in page
+
+
+def test_what_is_advised_for_a_card_that_is_not_here(vlfit: Vlfit) -> None:
+    """Each option of the hint goes with the command, and nothing is to be closed on this computer."""
+    card = ("--gpu", "RTX 2060 6GB")
+    old = vlfit("plan", "2B", *card)
+    assert (old.code, "--device cpu" in old.err) == (1, False)
+    assert all(way in old.err for way in ("vlfit machine --cards", "--backend transformers", "llama.cpp"))
+    refused = vlfit("plan", "2B", *card, "--backend", "transformers")
+    assert (refused.code, "nvidia-smi" in refused.out) == (3, False)
+    assert "--desktop 0" in refused.out
+    assert vlfit("plan", "2B", *card, "--backend", "transformers", "--desktop", "0").code == 0
+
+
+@pytest.mark.parametrize("typed", [("--desktop", "1GiB"), ("--wsl2",), ("--desktop", "800MiB", "--wsl2")])
+def test_the_hint_keeps_what_was_typed_of_a_card(vlfit: Vlfit, typed: tuple[str, ...]) -> None:
+    refused = vlfit("plan", *typed)
+    assert refused.code == 2
+    assert f'--gpu "RTX 5060" {" ".join(typed)} ' in refused.err
 
 
 def test_nothing_fits_a_card_that_is_full(vlfit: Vlfit) -> None:

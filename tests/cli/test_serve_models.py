@@ -129,6 +129,20 @@ def test_a_plan_for_two(vlfit: Vlfit) -> None:
     assert vlfit("plan", "4B-FP8", "2B-FP8", *CARD).code == 0
 
 
+def test_a_plan_for_two_makes_first_what_does_not_exist(
+    vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("VLFIT_HOME", str(tmp_path))
+    alone = vlfit("plan", "4B", "--weights", "int4", *CARD).out
+    convert = (
+        next(line for line in alone.splitlines() if "vlfit convert 4B" in line).removeprefix("Type").strip()
+    )
+    lines = vlfit("plan", "4B-INT4", "2B-FP8", *CARD).out.splitlines()
+    (at,) = (number for number, line in enumerate(lines) if line == f"Type  {convert}")
+    assert lines[at + 1].split()[:4] == ["vlfit", "serve", "4B-INT4", "2B-FP8"]
+    assert "convert" not in vlfit("plan", "4B-FP8", "2B-FP8", *CARD).out
+
+
 def test_a_plan_for_two_of_which_one_never_fits(vlfit: Vlfit) -> None:
     assert vlfit("plan", "4B-FP8", "8B-FP8", *CARD).code == 3
 

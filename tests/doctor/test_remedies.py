@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from tests.doctor.helpers import OOM, WORKED_EXAMPLE, flags, only_diagnosis, traceback, vllm_start_log
+from vlfit.checkpoint.source import resolve_name
 from vlfit.doctor.checks import (
     TORCH_WHEELS,
     TorchBuild,
@@ -18,8 +19,9 @@ from vlfit.doctor.checks import (
     min_driver_cuda,
 )
 from vlfit.machine.model import Machine
-from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.planner import find_plan
+from vlfit.plan.recommend import catalog_plans, commands_to_type, recommended
 from vlfit.plan.wishes import Wishes
 
 NO_CODE = (
@@ -114,21 +116,31 @@ def test_headers_for_the_python_in_use() -> None:
 )
 def test_a_served_model_is_on_the_hub_or_converted_first(text: str) -> None:
     command = only_diagnosis(text, WORKED_EXAMPLE).command
-    made: list[str] = []
+    made: list[list[str]] = []
     for step in command.split(" && "):
         words = shlex.split(step)
         if words[:2] == ["vlfit", "convert"]:
-            assert words[2].startswith("Qwen/")
-            model = next(
-                model
-                for model in find_exact_models("4B") + find_exact_models("8B")
-                if model.convert_command == step
-            )
-            made.append(model.source)
+            made.append([each.name for each in resolve_name(words[2])])
         else:
-            served = words[words.index("serve") + 1]
-            assert served in made or served.startswith("Qwen/"), command
+            (served,) = resolve_name(words[words.index("serve") + 1])
+            assert served.entry is not None
+            assert served.on_hub or served.entry.converted_from in made[-1], command
     assert "serve" in command
+
+
+def test_without_a_model_in_the_log_it_is_what_the_plan_recommends() -> None:
+    found = only_diagnosis(OOM, WORKED_EXAMPLE)
+    best = recommended(catalog_plans(WORKED_EXAMPLE, Wishes()))
+    assert best is not None
+    assert [shlex.split(step) for step in found.command.split(" && ")] == commands_to_type(best, ready=True)
+
+
+def test_of_a_model_in_the_log_it_is_what_the_plan_says_of_that_model() -> None:
+    text = "vllm serve Qwen/Qwen3-VL-8B-Instruct-FP8\n" + traceback("vllm/v1/x.py", "load_model")
+    found = only_diagnosis(text, WORKED_EXAMPLE)
+    named = find_models("8B")
+    best = find_plan(named.exact, WORKED_EXAMPLE, Wishes(), smaller_variants=named.smaller_variants)
+    assert [shlex.split(step) for step in found.command.split(" && ")] == commands_to_type(best, ready=False)
 
 
 # --- plans that fit ----------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from vlfit.doctor.remedies import (
     qwen3_vl_memory,
 )
 from vlfit.machine.cards import machine_with_card
-from vlfit.plan.model_lookup import find_exact_models
+from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.planner import find_plan
 from vlfit.plan.wishes import Wishes
 from vlfit.units import MIB
@@ -105,8 +105,9 @@ def test_no_flag_makes_8b_in_4_bits_fit() -> None:
     planned = only_diagnosis(
         vllm_start_log("me/Qwen3-VL-8B-Instruct-AWQ", 7.20, -3.5, **capped), WORKED_EXAMPLE
     )
-    plans = [find_plan(find_exact_models(size), WORKED_EXAMPLE, Wishes()) for size in ("8B", "4B", "2B")]
-    best = next(each for each in plans if each.fits)
+    named = find_models("8B")
+    best = find_plan(named.exact, WORKED_EXAMPLE, Wishes(), smaller_variants=named.smaller_variants)
+    assert best.fits
     assert best.model.name in planned.remedy
     assert f"context {best.settings.context}" in planned.remedy
     small = replace(

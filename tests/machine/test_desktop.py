@@ -76,6 +76,8 @@ def test_linux_programs_under_wsl2_are_named(monkeypatch: pytest.MonkeyPatch) ->
 def test_in_a_container_the_programs_are_outside() -> None:
     (tip,) = memory_advice(gpu(5 * GIB), CONTAINER)
     assert (tip.kind, tip.freed_bytes) == ("outside", None)
+    # On a card from the table no program of this computer runs.
+    assert memory_advice(replace(gpu(5 * GIB), driver=""), CONTAINER) == ()
 
 
 def test_a_free_card_needs_no_advice() -> None:

@@ -1,5 +1,6 @@
 """``vlfit machine``: GPUs, who holds their memory, and how to free some."""
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -26,7 +27,11 @@ def machine_from_options(options: CommandOptions) -> "Machine":
         raise UsageError("--machine and --gpu both name a machine", "Leave one of them out.")
     if gpu is None and (desktop is not None or wsl2):
         name = "--desktop" if desktop is not None else "--wsl2"
-        raise UsageError(f"{name} needs --gpu", f'Name the card too: --gpu "RTX 5060" {name}.')
+        typed = [*([f"--desktop {shlex.quote(desktop)}"] if desktop is not None else []), *["--wsl2"] * wsl2]
+        raise UsageError(
+            f"{name} needs --gpu",
+            f'Name the card too: --gpu "RTX 5060" {" ".join(typed)} (vlfit machine --cards)',
+        )
     if machine is not None:
         from vlfit.machine.model import load_machine
 

@@ -221,7 +221,7 @@ def plan(
         from vlfit.cli.pages.plan_set import print_set
 
         _gpu_for(chosen, wishes)  # fail without a GPU before asking the hub
-        if not print_set(names, chosen, wishes, printer, json=options.json):
+        if not print_set(names, chosen, wishes, printer, json=options.json, elsewhere=elsewhere):
             raise typer.Exit(DoesNotFit.exit_code)
         return
     fits = (
@@ -341,7 +341,7 @@ def _plan_model(
 ) -> bool:
     from vlfit.plan.model_lookup import alternatives_to, find_models
     from vlfit.plan.planner import find_plan
-    from vlfit.plan.recommend import advice_for
+    from vlfit.plan.recommend import advice_for, catalog_plans
 
     _gpu_for(machine, wishes)  # fail without a GPU before asking the hub
     repository = _gguf_repository(name)
@@ -361,7 +361,7 @@ def _plan_model(
     family = result.model.family
     others = [
         each
-        for each in (() if json else _all_plans(machine, replace(wishes, weights=None)))
+        for each in (() if json else catalog_plans(machine, replace(wishes, weights=None)))
         if each.fits and each.model.family == family and each.model.name != result.model.name
     ]
     advice = advice_for(result, machine, wishes, others, elsewhere=elsewhere)
@@ -453,14 +453,20 @@ def _plan_catalog(
     *,
     elsewhere: bool,
 ) -> bool:
-    from vlfit.plan.recommend import advice_for, describe_other_series, other_series, recommended
+    from vlfit.plan.recommend import (
+        advice_for,
+        catalog_plans,
+        describe_other_series,
+        other_series,
+        recommended,
+    )
 
     gpu = _gpu_for(machine, wishes)
     here = [] if elsewhere else _plans_here(machine, wishes, printer)
-    plans = sorted([*_all_plans(machine, wishes), *here], key=lambda each: each.rank)
+    plans = sorted([*catalog_plans(machine, wishes), *here], key=lambda each: each.rank)
     if not plans:
         raise UsageError("no model of the catalog supports all of these options", "Set fewer at once.")
-    rows = _what_if(machine, wishes, lambda other: _all_plans(other, wishes)[0]) if what_if else []
+    rows = _what_if(machine, wishes, lambda other: _to_take(catalog_plans(other, wishes))) if what_if else []
     best = recommended(plans)
     other = other_series(plans, best) if best is not None else None
     if json:
@@ -488,20 +494,6 @@ def _gpu_for(machine: "Machine", wishes: "Wishes") -> "Gpu":
         native = wishes.backend == BackendName.native
         return emptiest_gpu(machine, KERNEL_CAPABILITY) if native else emptiest_gpu(machine)
     return emptiest_gpu(machine) if wishes.backend == BackendName.transformers else ram_as_gpu(machine)
-
-
-def _all_plans(machine: "Machine", wishes: "Wishes") -> "list[Plan]":
-    """Plans for all models of the catalog that support the wishes, best first."""
-    from vlfit.plan.model_lookup import catalog_models, smaller_variants_of
-    from vlfit.plan.planner import find_plan
-
-    plans = []
-    for model in catalog_models(wishes.weights):
-        try:
-            plans.append(find_plan([model], machine, wishes, smaller_variants=smaller_variants_of([model])))
-        except UsageError:
-            continue  # a wish this model does not support, e.g. image tokens for a text-only one
-    return sorted(plans, key=lambda each: each.rank)
 
 
 def _plans_here(machine: "Machine", wishes: "Wishes", printer: Printer) -> "list[Plan]":
@@ -535,6 +527,13 @@ def _what_if(
 
     gpu = _gpu_for(machine, wishes) if machine.gpus else None
     return [(what, planned(other)) for what, other in what_if_machines(machine, gpu)]
+
+
+def _to_take(plans: "list[Plan]") -> "Plan":
+    """The plan that the page's first line would name; the best of those that do not fit if none does."""
+    from vlfit.plan.recommend import recommended
+
+    return recommended(plans) or plans[0]
 
 
 def _print_pages(pages: list[str]) -> None:

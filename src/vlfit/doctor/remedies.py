@@ -18,6 +18,7 @@ from vlfit.doctor.logs import LogFacts
 from vlfit.errors import VlfitError
 from vlfit.machine.model import Machine
 from vlfit.plan.native.cost import BLOCK_SIZE
+from vlfit.plan.plans import Plan
 from vlfit.plan.vllm import cost
 from vlfit.plan.vllm.flags import FLAG_VERSIONS
 from vlfit.units import GIB, counted, format_bytes
@@ -81,33 +82,54 @@ def missing_model_note(command: str) -> str:
 def suggest_native_plan(machine: Machine | None, size: str | None) -> tuple[str, str]:
     """What vlfit's own engine can run on ``machine``: a sentence to append to a remedy, and a command.
 
-    They are for the largest Qwen3-VL that fits, of at most ``size`` (``"4B"``; None: any); the command
-    converts the checkpoint first if necessary. If no Qwen3-VL fits, the sentence says so, and the command is
-    ``vlfit plan``. Without a machine or a GPU the sentence is "".
+    They are what ``vlfit plan`` says for that machine: of ``size`` (``"4B"``), or the next smaller Qwen3-VL
+    that fits; None: what it recommends of the whole catalog. The command converts the checkpoint first if
+    necessary. If nothing fits, the sentence says so, and the command is ``vlfit plan``. Without a machine or
+    a GPU the sentence is "".
     """
     if machine is None or not machine.gpus:
         return "", "vlfit plan"
-    from vlfit.plan.model_lookup import find_exact_models
+    from vlfit.plan.recommend import commands_to_type
+
+    best = _largest_qwen3_vl(machine, size) if size in _SIZES else _recommended(machine)
+    if best is None:
+        what = "Qwen3-VL" if size in _SIZES else "model"
+        return f" vlfit's own engine fits no {what} on this GPU either, by its plan.", "vlfit plan"
+    settings, model = best.settings, best.model
+    converted = f" (converted from {model.converted_from} first)" if model.converted_from else ""
+    pictures = f"pictures of {settings.image_tokens} tokens, " if settings.image_tokens else ""
+    sentence = (
+        f" vlfit's own engine runs {model.name} on this GPU{converted}: context {settings.context}, "
+        f"{pictures}planned {format_bytes(best.total)} of {format_bytes(best.gpu.total)}."
+    )
+    return sentence, " && ".join(map(" ".join, commands_to_type(best, ready=not model.converted_from)))
+
+
+def _largest_qwen3_vl(machine: Machine, size: str) -> Plan | None:
+    """The plan of the largest Qwen3-VL of at most ``size`` that fits; None if none does."""
+    from vlfit.plan.model_lookup import find_models
     from vlfit.plan.planner import find_plan
     from vlfit.plan.wishes import Wishes
 
-    for name in _SIZES[_SIZES.index(size) if size in _SIZES else 0 :]:
+    for name in _SIZES[_SIZES.index(size) :]:
+        found = find_models(name)
         try:
-            best = find_plan(find_exact_models(name), machine, Wishes())
+            best = find_plan(found.exact, machine, Wishes(), smaller_variants=found.smaller_variants)
         except VlfitError:
             continue
         if best.fits:
-            settings, convert = best.settings, best.model.convert_command
-            converted = f" (converted from {best.model.converted_from} first)" if convert else ""
-            sentence = (
-                f" vlfit's own engine runs {best.model.name} on this GPU{converted}: context "
-                f"{settings.context}, pictures of {settings.image_tokens} tokens, planned "
-                f"{format_bytes(best.total)} of {format_bytes(best.gpu.total)}."
-            )
-            start = shlex.join(best.command or ("vlfit", "plan", best.model.name))
-            variables = "".join(f"{key}={shlex.quote(value)} " for key, value in best.environment.items())
-            return sentence, f"{convert} && {variables}{start}" if convert else f"{variables}{start}"
-    return " vlfit's own engine fits no Qwen3-VL on this GPU either, by its plan.", "vlfit plan"
+            return best
+    return None
+
+
+def _recommended(machine: Machine) -> Plan | None:
+    from vlfit.plan.recommend import catalog_plans, recommended
+    from vlfit.plan.wishes import Wishes
+
+    try:
+        return recommended(catalog_plans(machine, Wishes()))
+    except VlfitError:  # a card without kernels
+        return None
 
 
 def suggest_vllm_plan(

@@ -79,7 +79,7 @@ def memory_advice(gpu: Gpu, host: Host) -> tuple[MemoryAdvice, ...]:
 
     Ways that free less than 20 MiB are left out. Under WSL2 or in a container, one way is added for the
     programs outside, which the driver does not list, if they hold 20 MiB or more. Under WSL2, it replaces
-    the ways of unknown amount.
+    the ways of unknown amount. For a card from the table (``Gpu.driver`` is ""), this container says nothing.
     """
     by_kind: dict[str, list[GpuProcess]] = defaultdict(list)
     for process in gpu.processes:
@@ -88,7 +88,7 @@ def memory_advice(gpu: Gpu, host: Host) -> tuple[MemoryAdvice, ...]:
     if host.wsl2 and unattributed_bytes(gpu) >= _MIN_ADVICE_BYTES:
         # Windows holds the memory: programs inside WSL without a known size hold next to nothing.
         tips = [*(tip for tip in tips if tip.freed_bytes is not None), _WINDOWS_ADVICE]
-    elif host.container and unattributed_bytes(gpu) >= _MIN_ADVICE_BYTES:
+    elif host.container and gpu.driver and unattributed_bytes(gpu) >= _MIN_ADVICE_BYTES:
         tips.append(_CONTAINER_ADVICE)
     tips = [tip for tip in tips if tip.freed_bytes is None or tip.freed_bytes >= _MIN_ADVICE_BYTES]
     return tuple(sorted(tips, key=lambda tip: (tip.freed_bytes is None, -(tip.freed_bytes or 0), tip.kind)))

@@ -122,6 +122,8 @@ def _desktop_changes(refused: RefusedChoice) -> Iterator[Change]:
         yield Change("close other programs, at most", held_by_others(refused.gpu), other_programs=True)
         return
     everything = "no desktop on this card (log out, or the screen on another GPU)"
+    if not refused.gpu.driver:  # of the table of cards
+        everything = "no desktop on that card (--desktop 0)"
     if refused.host.wsl2:  # the desktop is that of Windows
         everything = "in Windows, the screen on another GPU and nothing open on this one"
     for tip in memory_advice(refused.gpu, refused.host):

@@ -33,7 +33,7 @@ def runs_kernels(gpu: Gpu) -> bool:
 def check_kernel_capability(gpu: Gpu) -> None:
     """Raise ``DeviceError`` unless ``runs_kernels``."""
     if not runs_kernels(gpu):
-        raise kernels_need_newer_card(gpu.name, gpu.compute_capability)
+        raise kernels_need_newer_card(gpu.name, gpu.compute_capability, is_here=bool(gpu.driver))
 
 
 def check_capability(gpu: Gpu) -> None:
@@ -48,12 +48,16 @@ def check_capability(gpu: Gpu) -> None:
         )
 
 
-def kernels_need_newer_card(name: str, capability: tuple[int, int]) -> DeviceError:
-    """The error of the native engine for a card ``name`` of compute ``capability`` (major, minor)."""
+def kernels_need_newer_card(name: str, capability: tuple[int, int], *, is_here: bool = True) -> DeviceError:
+    """The error of the native engine for a card ``name`` of compute ``capability`` (major, minor).
+
+    ``is_here``: the card is of a machine, which has a processor too; False for one of the table (``--gpu``).
+    """
     found, oldest = (".".join(map(str, each)) for each in (capability, KERNEL_CAPABILITY))
-    ways = ["--device cpu", "llama.cpp, which has kernels for such cards"]
+    ways = ["--device cpu"] if is_here else ["another card (vlfit machine --cards lists them)"]
+    ways.append("llama.cpp, which has kernels for such cards")
     if capability >= OLDEST_CAPABILITY:
-        ways.insert(0, "--backend transformers, which computes in float16 there")
+        ways.insert(0 if is_here else 1, "--backend transformers, which computes in float16 there")
     return DeviceError(
         f"{name} has compute capability {found}; the native engine runs from {oldest} on (RTX 30, A100)",
         f"Use {'; or '.join(ways)}.",

@@ -10,6 +10,7 @@ from vlfit.checkpoint.catalog_quality import DEFAULT_SERIES, GOOD_FOR, series_of
 from vlfit.checkpoint.quantization import FP8
 from vlfit.errors import UsageError
 from vlfit.machine.model import Machine
+from vlfit.plan.model_lookup import catalog_models, smaller_variants_of
 from vlfit.plan.planner import find_plan
 from vlfit.plan.plans import Plan
 from vlfit.plan.preference import is_ample, keeps_floors, safety_margin
@@ -65,6 +66,17 @@ def advice_for(
         ready[0] if ready else None,
         cpu_wanted=wishes.device == CPU,
     )
+
+
+def catalog_plans(machine: Machine, wishes: Wishes) -> list[Plan]:
+    """Plans for all models of the catalog that support the wishes, best first."""
+    plans = []
+    for model in catalog_models(wishes.weights):
+        try:
+            plans.append(find_plan([model], machine, wishes, smaller_variants=smaller_variants_of([model])))
+        except UsageError:
+            continue  # a wish this model does not support, e.g. image tokens for a text-only one
+    return sorted(plans, key=lambda each: each.rank)
 
 
 def is_ready_made(plan: Plan) -> bool:

@@ -13,7 +13,7 @@ from vlfit.cli.printing import Printer, escape_control, terminal_width, wrap, wr
 from vlfit.errors import UsageError
 from vlfit.plan.ledger import held_by_others
 from vlfit.plan.preference import keeps_floors
-from vlfit.plan.recommend import short_name
+from vlfit.plan.recommend import commands_to_type, is_ready_made, short_name
 from vlfit.plan.speed import decode_bounds
 from vlfit.units import GIB, MIB
 
@@ -38,9 +38,17 @@ _CONTEXTS = (
 
 
 def print_set(
-    names: Sequence[str], machine: "Machine", wishes: "Wishes", printer: Printer, *, json: bool
+    names: Sequence[str],
+    machine: "Machine",
+    wishes: "Wishes",
+    printer: Printer,
+    *,
+    json: bool,
+    elsewhere: bool = False,
 ) -> bool:
     """Plan the models ``names`` for one server and print it; returns whether each fits alone.
+
+    ``elsewhere``: ``machine`` is not this computer, so what was converted here is not there.
 
     Raises ``UsageError`` for another backend than the native one, and what ``find_plan`` raises.
     """
@@ -61,7 +69,7 @@ def print_set(
     if json:
         printer.data(set_to_json(plan))
     else:
-        for line in set_lines(plan):
+        for line in set_lines(plan, elsewhere=elsewhere):
             printer.line(line)
     return plan.fits
 
@@ -82,8 +90,8 @@ def set_to_json(plan: "SetPlan") -> dict[str, Any]:
     }
 
 
-def set_lines(plan: "SetPlan") -> list[str]:
-    """The page of ``vlfit plan MODEL MODEL...``, line by line."""
+def set_lines(plan: "SetPlan", *, elsewhere: bool = False) -> list[str]:
+    """The page of ``vlfit plan MODEL MODEL...``, line by line. ``elsewhere``: as for ``print_set``."""
     gpu = plan.plans[0].gpu
     free = gpu.total - held_by_others(gpu)
     names = [short_name(each.model.name) for each in plan.plans]
@@ -106,7 +114,8 @@ def set_lines(plan: "SetPlan") -> list[str]:
         lines.append(line + (remark if len(line + remark) <= terminal_width(_UNLIMITED) else ""))
     lines += [wrap(line[_VERDICT:], line[:_VERDICT]) for line in _verdict(plan)]
     if plan.fits:
-        lines.append(wrap_command(shlex.join(_command(plan)), "Type  "))
+        commands = [*_conversions(plan, elsewhere=elsewhere), shlex.join(_command(plan))]
+        lines += [wrap_command(each, "      " if n else "Type  ") for n, each in enumerate(commands)]
     return lines
 
 
@@ -137,6 +146,14 @@ def _verdict(plan: "SetPlan") -> list[str]:
 
 def _taken(plan: "Plan") -> int:
     return plan.total - held_by_others(plan.gpu)
+
+
+def _conversions(plan: "SetPlan", *, elsewhere: bool) -> list[str]:
+    """The ``vlfit convert`` commands for the models that do not exist yet."""
+    missing = [
+        each for each in plan.plans if each.model.converted_from and (elsewhere or not is_ready_made(each))
+    ]
+    return [" ".join(commands_to_type(each, ready=False)[0]) for each in missing]
 
 
 def _command(plan: "SetPlan") -> list[str]:
