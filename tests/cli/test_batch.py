@@ -57,6 +57,15 @@ def records(path: Path) -> dict[str, dict[str, object]]:
     return {record["key"]: record for record in map(json.loads, path.read_text("utf-8").splitlines())}
 
 
+def test_a_list_with_private_addresses_says_how_to_allow_them(vlfit: Vlfit, tmp_path: Path) -> None:
+    (tmp_path / "list.txt").write_text("https://127.0.0.1:9/a.png\nhttps://127.0.0.1:9/b.png\n")
+    words = ("batch", tmp_path / "list.txt", "-o", tmp_path / "out.jsonl", "-m", "mini")
+    refused = vlfit(*words)
+    assert (refused.code, refused.err.count("--allow-private-urls")) == (1, 1)
+    allowed = vlfit(*words, "--allow-private-urls", "--retry-failed")
+    assert (allowed.code, "--allow-private-urls" in allowed.err) == (1, False)
+
+
 def test_a_folder_is_captioned_into_a_file(vlfit: Vlfit, backend: ConcurrentBackend, folder: Path) -> None:
     output = folder.parent / "out" / "captions.jsonl"
     ended = vlfit("batch", folder, "-o", output, "-m", "mini")

@@ -2,6 +2,7 @@
 
 import base64
 import io
+import shlex
 import socket
 import sys
 from pathlib import Path
@@ -48,13 +49,35 @@ def test_standard_input_that_nobody_feeds(monkeypatch: pytest.MonkeyPatch) -> No
         load_picture("-")
 
 
+@pytest.mark.parametrize(
+    ("names", "pattern"),
+    [
+        (["a.png", "b.PNG", "c.png", "d.jpg", "notes.txt"], "*.png"),
+        (["a.jpeg", ".b.png", ".c.png"], "*.jpeg"),
+        (["a.pdf"], "*.pdf"),
+        (["notes.txt"], ""),
+        ([], ""),
+    ],
+)
+def test_a_folder_names_the_pattern_of_what_is_in_it(tmp_path: Path, names: list[str], pattern: str) -> None:
+    folder = tmp_path / "my [pictures]"
+    folder.mkdir()
+    for name in names:
+        (folder / name).touch()
+    with pytest.raises(PictureNotFound, match="my ") as caught:
+        load_picture(folder)
+    typed = [word.rstrip(";.") for word in shlex.split(caught.value.hint) if "*" in word]
+    assert [Path(word).name for word in typed] == ([pattern] if pattern else [])
+    assert all(expand_globs([word]) for word in typed)
+    assert ("vlfit batch" in caught.value.hint) == any(
+        Path(name).suffix in (".png", ".jpeg") for name in names
+    )
+
+
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     with pytest.raises(PictureNotFound, match=r"nothing\.jpg") as caught:
         load_picture(tmp_path / "nothing.jpg")
     assert str(Path.cwd()) in caught.value.hint
-    with pytest.raises(PictureNotFound, match=str(tmp_path)) as caught:
-        load_picture(tmp_path)
-    assert "*.jpg" in caught.value.hint
     with pytest.raises(PictureNotFound):
         load_picture("a\0b")
     with pytest.raises(PictureNotFound, match="File name too long"):

@@ -106,12 +106,26 @@ def ask(
 
     *patterns, question = arguments
     _refuse_missing_question(question)
+    check_encoding(question, "the question")
+    check_encoding(system, "the system prompt")
     media = media_options(options)
     with Session(options, needs_pictures=bool(patterns)) as session:
         names = expand_patterns(patterns) if patterns else []
         pictures = [session.load(name, media) for name in names]
         words = session.model.stream(question, *pictures, system=system, **session.sampling)
         session.printer.say(words, facts={"pictures": names, "question": question})
+
+
+def check_encoding(text: str, what: str) -> None:
+    """Raise ``UsageError`` if ``text``, an argument, has bytes that are not UTF-8. ``what``: its name."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        byte = ord(text[error.start]) & 0xFF
+        raise UsageError(
+            f"{what} is not UTF-8: byte 0x{byte:02x} after {error.start} characters",
+            "Type it in a terminal whose encoding is UTF-8, or convert it with iconv.",
+        ) from None
 
 
 def _refuse_missing_question(question: str) -> None:
@@ -338,9 +352,8 @@ def _matches(pattern: str) -> list[str]:
 
 def _has_file_extension(name: str) -> bool:
     """Whether ``name`` ends like a picture, document or video, and has no space."""
-    from vlfit.images.file_kinds import HEIF_EXTENSIONS
+    from vlfit.images.file_kinds import HEIF_EXTENSIONS, PICTURE_EXTENSIONS
     from vlfit.images.media_kinds import MEDIA_EXTENSIONS
-    from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
     from vlfit.tasks.batch.items import extension_of
 
     kinds = (PICTURE_EXTENSIONS, HEIF_EXTENSIONS, *MEDIA_EXTENSIONS.values())

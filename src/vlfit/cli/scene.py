@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from vlfit.cli.ask import JSON_LINES, Pictures
+from vlfit.cli.ask import JSON_LINES, Pictures, check_encoding
 from vlfit.cli.options import ANSWERING, MEDIA, CommandOptions, media_options, takes_options
 from vlfit.errors import UsageError
 
@@ -150,6 +150,7 @@ def detect(
 
 def check_things(things: str) -> None:
     """Raise ``UsageError`` if ``things``, the argument of ``vlfit detect``, names no object to find."""
+    check_encoding(things, "the name of the things")
     if not things.strip(" ,\t\n"):
         raise UsageError("no object to find is named", 'Name some, in quotes: "cups, plates".')
 

@@ -23,8 +23,8 @@ from vlfit.images.decode_memory import (
     check_slow_format_size,
 )
 from vlfit.images.file_kinds import (
-    FORMATS_HINT,
     HEIF_PACKAGES,
+    SERVER_FORMATS_HINT,
     UNKNOWN,
     hint_for,
     kind_of,
@@ -232,7 +232,7 @@ def _open(data: bytes, label: str, formats: tuple[str, ...]) -> Image.Image:
 def _refused(label: str, file_format: str) -> NotAPicture:
     return NotAPicture(
         f"{label} is a {file_format} file, which this server does not take",
-        f"{FORMATS_HINT} A server started with --image-formats all takes it.",
+        f"{SERVER_FORMATS_HINT} A server started with --image-formats all takes it.",
     )
 
 

@@ -42,7 +42,8 @@ DECODED_EVERYWHERE = frozenset(("a JPEG", "a PNG", "a WebP", "a GIF", "a BMP", "
 HEIF_PACKAGES = ("pillow_heif", "pi_heif")
 HEIF_EXTENSIONS = frozenset((".heic", ".heif", ".hif"))
 
-FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, AVIF or HEIC file."
+SERVER_FORMATS_HINT = "Give a JPEG, PNG, WebP, GIF, BMP, AVIF or HEIC file."  # of ``SERVER_FORMATS``
+FORMATS_HINT = SERVER_FORMATS_HINT.removesuffix(".") + "; commands take TIFF, too."
 _HINTS = {
     # If it can be decoded, nobody asks for this hint.
     HEIC: "Install its decoder where vlfit runs, with pip install 'vlfit[heif]', or convert it to"
@@ -62,6 +63,16 @@ def hint_for(kind: str) -> str:
 def decodes_heif() -> bool:
     """Whether a package that decodes HEIC is installed. Imports none."""
     return any(find_spec(name) is not None for name in HEIF_PACKAGES)
+
+
+# Extensions of the formats that ``images/decode.py`` decodes.
+PICTURE_EXTENSIONS = frozenset(
+    (
+        *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".apng", ".webp", ".gif", ".bmp", ".dib"),
+        *(".tif", ".tiff", ".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".qoi"),
+        *(HEIF_EXTENSIONS if decodes_heif() else ()),
+    )
+)
 
 
 def kind_of(data: bytes) -> str:

@@ -8,9 +8,11 @@ import base64
 import binascii
 import glob
 import os
+import shlex
 import stat
 import sys
 import time
+from collections import Counter
 from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO
@@ -28,8 +30,8 @@ from vlfit.errors import (
     UsageError,
     raise_if_out_of_files,
 )
-from vlfit.images.file_kinds import hint_for, kind_of, rules_out_picture
-from vlfit.images.media_kinds import media_kind_of
+from vlfit.images.file_kinds import PICTURE_EXTENSIONS, hint_for, kind_of, rules_out_picture
+from vlfit.images.media_kinds import MEDIA_EXTENSIONS, media_kind_of
 from vlfit.images.spooled_file import EncodedFile, read_at
 from vlfit.units import MIB
 
@@ -167,12 +169,33 @@ def read_file(path: str | Path, label: str) -> bytes:
     except FileNotFoundError:
         what, hint = describe_missing(str(path))
     except IsADirectoryError:
-        what, hint = "is a folder", f"Name the pictures in it, for example '{Path(path) / '*.jpg'}'."
+        what, hint = "is a folder", _how_to_name_pictures_in(Path(path))
     except OSError as error:
         what, hint = f"cannot be read: {error.strerror}", "Check its name and permissions."
     except ValueError as error:  # a NUL in the name
         what, hint = f"is not a file name: {error}", "Check its name."
     raise PictureNotFound(f"{label}: {what}", hint)
+
+
+def _how_to_name_pictures_in(folder: Path) -> str:
+    """A hint with the pattern of most of the pictures in ``folder``, and the command for many of them."""
+    try:
+        with os.scandir(folder) as entries:
+            found = [entry for entry in islice(entries, _MOST_NAMES) if entry.name[0] not in "._"]
+            has_folders = any(entry.is_dir() for entry in found)
+    except OSError as error:
+        return f"It cannot be listed: {error.strerror}."
+    media = frozenset().union(*MEDIA_EXTENSIONS.values())
+    suffixes = Counter(Path(entry.name).suffix for entry in found)
+    pictures = Counter({each: n for each, n in suffixes.items() if each.lower() in PICTURE_EXTENSIONS})
+    documents = Counter({each: n for each, n in suffixes.items() if each.lower() in media})
+    batch = f"vlfit batch {shlex.quote(str(folder))} -o captions.jsonl"
+    if not (pictures or documents):
+        below = f"; of the folders in it: {batch}" if has_folders else ""
+        return f"By the names of its files there is no picture in it{below}."
+    suffix = (pictures or documents).most_common(1)[0][0]
+    pattern = shlex.quote(str(Path(glob.escape(str(folder))) / f"*{suffix}"))
+    return f"Name the pictures in it: {pattern}" + (f"; or all of them: {batch}" if pictures else "") + "."
 
 
 def describe_missing(name: str, what: str = "no such file") -> tuple[str, str]:

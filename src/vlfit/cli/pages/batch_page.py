@@ -4,7 +4,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vlfit.cli.printing import Printer, escape_control
-from vlfit.errors import VlfitError
+from vlfit.errors import PrivateAddress, VlfitError
 from vlfit.tasks.batch.runner import BatchProgress
 from vlfit.units import counted, format_bytes, format_seconds
 
@@ -33,6 +33,7 @@ class BatchPage(BatchProgress):
         self._printer = printer
         self._before = before
         self._shown = 0
+        self._said_private = False
         self._next_line = 0.0
         self._bar: Bar | None = None
         self._task: TaskID | None = None
@@ -69,6 +70,9 @@ class BatchPage(BatchProgress):
                 reason = rest
             words = reason if reason.startswith(key) else f"{key}: {reason}"
             self.note(f"failed: {_in_one_line(words)}")
+            if isinstance(outcome.error, PrivateAddress) and not self._said_private:
+                self._said_private = True
+                self.note(f"  {outcome.error.hint}")
         elif self._shown == _MAX_SHOWN + 1:
             self.note("more failed: see the .failed.jsonl")
 

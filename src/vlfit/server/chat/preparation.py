@@ -12,7 +12,7 @@ from vlfit.api.conversation import Conversation, ImagePart, Message, Part, Role,
 from vlfit.api.sampling_params import SamplingParams
 from vlfit.backends.base import Prepared
 from vlfit.errors import InvalidRequest, NotAPicture, PictureError, UsageError
-from vlfit.images.file_kinds import FORMATS_HINT
+from vlfit.images.file_kinds import SERVER_FORMATS_HINT
 from vlfit.images.limits import use_limits
 from vlfit.server.chat.chat_schema import (
     MAX_PARTS,
@@ -387,7 +387,7 @@ def _file_part(
         what = "an animation sent as a clip" if part.is_animation else kinds[part.kind]
         raise NotAPicture(
             f"{picture.label} is {what}, which this server does not take",
-            f"{FORMATS_HINT} A server started with --image-formats default,{part.kind} takes it.",
+            f"{SERVER_FORMATS_HINT} A server started with --image-formats default,{part.kind} takes it.",
             param=picture.place,
         )
     if isinstance(part, ImagePart) and options is not None and options.at:

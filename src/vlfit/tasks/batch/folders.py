@@ -13,33 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound
-from vlfit.images.file_kinds import HEIF_EXTENSIONS, decodes_heif
+from vlfit.images.file_kinds import HEIF_EXTENSIONS, PICTURE_EXTENSIONS
 from vlfit.tasks.batch.items import Item, Unreadable, extension_of, key_of
 from vlfit.tasks.batch.media_items import ANIMATION_EXTENSIONS, file_items
 from vlfit.tasks.files import MediaOptions, kind_by_extension
 from vlfit.units import counted
 
-# Extensions of the formats that ``images/decode.py`` decodes.
-PICTURE_EXTENSIONS = frozenset(
-    (
-        *(
-            ".jpg",
-            ".jpeg",
-            ".jpe",
-            ".jfif",
-            ".png",
-            ".apng",
-            ".webp",
-            ".gif",
-            ".bmp",
-            ".dib",
-            ".tif",
-            ".tiff",
-        ),
-        *(".avif", ".jp2", ".j2k", ".jpx", ".ppm", ".pgm", ".pbm", ".pnm", ".pfm", ".qoi"),
-        *(HEIF_EXTENSIONS if decodes_heif() else ()),
-    )
-)
 DEFAULT_MEDIA = MediaOptions()
 ANY_PATH = ("**",)
 # Thumbnails and leftovers of Synology, macOS and Windows: treated as hidden.

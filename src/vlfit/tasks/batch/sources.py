@@ -13,10 +13,10 @@ from itertools import chain
 from pathlib import Path
 
 from vlfit.errors import PictureNotFound, UsageError
+from vlfit.images.file_kinds import PICTURE_EXTENSIONS
 from vlfit.images.media_kinds import MEDIA_EXTENSIONS, MediaKind
 from vlfit.tasks.batch.folders import (
     DEFAULT_MEDIA,
-    PICTURE_EXTENSIONS,
     FolderSource,
     check_folder,
     split_glob,

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, cast
 
-from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
+from vlfit.images.file_kinds import PICTURE_EXTENSIONS
 from vlfit.tasks.batch.items import FileRange, Item, Unreadable, display_name, extension_of, key_of
 from vlfit.units import GIB, MIB
 

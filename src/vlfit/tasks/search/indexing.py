@@ -11,8 +11,9 @@ from typing import Protocol
 from vlfit.api.conversation import ImagePart, VideoPart
 from vlfit.api.pooling import Vector
 from vlfit.errors import DoesNotFit, InvalidRequest, PictureError
+from vlfit.images.file_kinds import PICTURE_EXTENSIONS
 from vlfit.images.media_kinds import MEDIA_EXTENSIONS, MediaKind, is_installed
-from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS, FolderSource, check_folder
+from vlfit.tasks.batch.folders import FolderSource, check_folder
 from vlfit.tasks.batch.items import Item, Unreadable, digest_of, key_of
 from vlfit.tasks.batch.media_items import file_items
 from vlfit.tasks.files import FilePart, MediaOptions

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vlfit.errors import CannotWrite, UsageError
-from vlfit.tasks.batch.folders import PICTURE_EXTENSIONS
+from vlfit.images.file_kinds import PICTURE_EXTENSIONS
 from vlfit.tasks.batch.items import Item, Record, display_name
 from vlfit.units import MIB, counted
 
