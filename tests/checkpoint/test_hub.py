@@ -11,7 +11,7 @@ from vlfit.errors import HubError, HubUnreachable, NotDownloaded
 from vlfit.units import MIB
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS])
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EROFS, errno.ENOTDIR, errno.EEXIST])
 def test_disk(number: int) -> None:
     from huggingface_hub import constants
 
@@ -19,6 +19,7 @@ def test_disk(number: int) -> None:
     assert type(error) is HubError
     assert constants.HF_HUB_CACHE in error.message
     assert "HF_HOME" in error.hint
+    assert "network" not in error.hint
     assert ("vlfit models rm" in error.hint) == (number == errno.ENOSPC)
 
 

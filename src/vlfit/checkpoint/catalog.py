@@ -296,6 +296,16 @@ def entries_of_short_name(name: str) -> list[CatalogEntry]:
     return found if len({(entry.family, entry.edition) for entry in found}) == 1 else []
 
 
+def vision_sizes() -> list[str]:
+    """The sizes of the models that chat and take pictures, as short names have them, the smallest first."""
+    found = {
+        entry.family.rpartition("-")[2].upper()
+        for entry in entries()
+        if entry.edition in CHAT_EDITIONS and entry.config.vision is not None
+    }
+    return sorted(found, key=lambda size: float(size.removesuffix("B")))
+
+
 def similar_names(name: str, others: Iterable[str] = ()) -> list[str]:
     """Up to three names, of the catalog or of ``others``, that are spelt similarly to ``name``.
 

@@ -352,6 +352,11 @@ def hub_error(error: Exception, name: str, *, resumes: bool = True) -> HubError:
             f"cannot write to {constants.HF_HUB_CACHE}: {error.strerror}",
             "Set HF_HOME to a writable folder.",
         )
+    if isinstance(error, NotADirectoryError | FileExistsError):
+        return HubError(
+            f"the folder {constants.HF_HUB_CACHE} cannot be made: {error.strerror}",
+            "Set HF_HOME to a folder that exists or can be made.",
+        )
     what = f"the download of {name}" if resumes else f"asking for the files of {name}"
     return HubUnreachable(
         f"{what} from {constants.ENDPOINT} failed: {type(error).__name__}: {error}",

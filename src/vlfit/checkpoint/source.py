@@ -47,6 +47,7 @@ _NAMES_HINT = "vlfit models lists what is here (mini always is), vlfit plan what
 _CHECKPOINT_SUFFIXES = (".json", ".safetensors", ".jinja", ".txt", ".model")
 _FILE_SUFFIXES = (".json", ".safetensors", ".gguf")  # of no model on the hub
 _GGUF_MAGIC = b"GGUF"  # Ollama's blobs have no suffix
+_SIZE = re.compile(r"(?<![\w.])\d+(?:\.\d+)?b(?![^\W_])", re.IGNORECASE)  # parameters, in billions
 _WORD = re.compile(r"[A-Za-z0-9][\w.-]*")
 _WINDOWS_PATH = re.compile(r"[A-Za-z]:[\\/]")
 _PATH = re.compile(rf"/|\.\.?(/|$)|~|{_WINDOWS_PATH.pattern}")  # how what can only be a path begins
@@ -558,7 +559,15 @@ def _hub_name(text: str) -> str:
 
 
 def _did_you_mean(name: str) -> str:
-    similar = nearest_names(name)
+    from vlfit.checkpoint import catalog
+
+    similar, sizes = nearest_names(name), catalog.vision_sizes()
+    size = _SIZE.search(name)
+    if size is not None:  # another size is not what was meant
+        typed = size[0].upper()
+        similar = [each for each in similar if typed in _SIZE.findall(each.upper())]
+        if not similar and typed not in sizes:
+            return f"The catalog has no {typed}, but {', '.join(sizes[:-1])} and {sizes[-1]}. "
     if not similar:
         return ""
     *others, last = similar

@@ -5,6 +5,7 @@ Imports nothing slow, so that ``vlfit --help`` is instant: each command imports 
 
 import os
 import re
+import shlex
 import shutil
 import sys
 import textwrap
@@ -412,8 +413,13 @@ def _report_usage(error: Any) -> int:
     message, _, suggestion = text.partition(" Did you mean ")
     if not suggestion:
         message, _, suggestion = text.partition(" (Possible options: ")
-    command = error.ctx.command_path if getattr(error, "ctx", None) is not None else "vlfit"
+    context = getattr(error, "ctx", None)
+    command = context.command_path if context is not None else _typed_command()
     hint = f"{command} --help lists all."
+    more = re.fullmatch(r"Got unexpected extra arguments?(?:\(s\))? \((.*)\)\.?", text)
+    if more is not None and command.endswith(" detect"):
+        things = getattr(context, "params", {}).get("things") or ""
+        hint = f"{_how_to_quote_things(things, more[1])} {hint}"
     if getattr(error, "option_name", "") == "--mmproj" and command.endswith((" plan", " doctor")):
         hint = f"Write the vision tower's file behind the model's: MODEL.gguf+MMPROJ.gguf. {hint}"
     if suggestion:
@@ -425,6 +431,26 @@ def _report_usage(error: Any) -> int:
         message = before + separator + plain_reason(reason)
     print_error(VlfitError(message[:1].lower() + message[1:].rstrip("."), hint))
     return int(error.exit_code)
+
+
+def _typed_command() -> str:
+    """The command that was typed, ``vlfit models rm``, for an error that click does not say it of."""
+    path, group = "vlfit", typer.main.get_command(app)
+    for word in translate_foreign_commands(sys.argv[1:]):
+        commands = getattr(group, "commands", {})
+        if word in commands:
+            path, group = f"{path} {word}", commands[word]
+        elif not word.startswith("-"):
+            break
+    return path
+
+
+def _how_to_quote_things(things: str, more: str) -> str:
+    """How to write the objects that ``vlfit detect`` took for ``more`` arguments after ``things``."""
+    if Path(things).is_file():
+        return "It takes one picture, then the things."
+    whole = shlex.quote(", ".join(word.rstrip(",") for word in (things, *more.split())))
+    return f"Things are one argument, in quotes: vlfit detect PICTURE {whole}."
 
 
 def _how_to_write(parameter: Any) -> str:
