@@ -18,6 +18,7 @@ from tests.checkpoint.edit import copy_of
 from tests.cli.conftest import Vlfit
 from tests.pictures import picture
 from vlfit.checkpoint.source import open_checkpoint
+from vlfit.checkpoint.store import convert_command
 from vlfit.errors import MissingFile
 
 Tiny = Callable[[str], Path]
@@ -290,3 +291,16 @@ def test_gguf_becomes_other_gguf_only(
         {tensor.name: tensor.data.tobytes() for tensor in gguf.GGUFReader(path).tensors} for path in written
     ]
     assert weights[0] == weights[1]
+
+
+@pytest.mark.parametrize(
+    "options", ["--weights int4; rm -rf x", "--weights $(x)", "--weights int4 && x", "--w `x`"]
+)
+def test_a_command_for_a_shell_is_not_taken_from_a_card(tmp_path: Path, options: str) -> None:
+    card = tmp_path / "README.md"
+    card.write_text(
+        "Converted by vlfit 0.1.0: `vlfit convert mini --weights int4 --group-size 32`.\n", "utf-8"
+    )
+    assert "vlfit convert mini --weights int4 --group-size 32" in convert_command(tmp_path)
+    card.write_text(f"Converted by vlfit 0.1.0: `vlfit convert mini {options}`.\n", "utf-8")
+    assert convert_command(tmp_path) == ""

@@ -10,7 +10,11 @@ import shutil
 from pathlib import Path
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*")
-_CONVERTED = re.compile(r"^Converted by vlfit .{1,40}: `vlfit convert (.+?) (--[^`\n]+)`\.$", re.MULTILINE)
+# A card may come from anywhere, and the command is shown to be typed: its options are words and numbers.
+_CONVERTED = re.compile(
+    r"^Converted by vlfit .{1,40}: `vlfit convert ([\w./@ -]+?) (--[a-z][a-z-]*(?: [\w.,-]+)*)`\.$",
+    re.MULTILINE,
+)
 _CARD_BYTES = 4096  # of the model card: the line is at its beginning
 
 
