@@ -239,16 +239,21 @@ def _log_as_it_was() -> Iterator[None]:
 
 @pytest.fixture
 def full_disk() -> Callable[[], AbstractContextManager[None]]:
-    """``with full_disk():`` lets no file grow beyond 100 bytes: writing fails as on a disk that is full."""
+    """``with full_disk():`` lets no file grow beyond 100 bytes: writing fails as on a disk that is full.
+
+    Python would cut off the bytecode of modules that are imported meanwhile, and read it later.
+    """
     resource = pytest.importorskip("resource", reason="needs limits of processes")
 
     @contextmanager
     def limited() -> Iterator[None]:
-        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        before, wrote = resource.getrlimit(resource.RLIMIT_FSIZE), sys.dont_write_bytecode
         resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        sys.dont_write_bytecode = True
         try:
             yield
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
+            sys.dont_write_bytecode = wrote
 
     return limited

@@ -200,13 +200,15 @@ def test_disk_space_is_computed_exactly(
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Writing past ``size`` bytes of a file fails within the block."""
+    """Writing past ``size`` bytes of a file fails within the block. No bytecode is written, and cut off."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    wrote, sys.dont_write_bytecode = sys.dont_write_bytecode, True
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        sys.dont_write_bytecode = wrote
 
 
 def test_failed_write_leaves_nothing(plain: Checkpoint, out: Path) -> None:
