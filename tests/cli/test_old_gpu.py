@@ -9,6 +9,8 @@ from tests.machine.nvml import LARGE, FakeCard, install
 from vlfit.backends.native import NativeBackend
 from vlfit.errors import DeviceError, VlfitError
 from vlfit.loading import preload
+from vlfit.machine.torch_build import TorchBuild
+from vlfit.plan import gpus
 
 OLD = FakeCard(name="NVIDIA GeForce RTX 2070", total=8192, free=7300, capability=(7, 5))
 NOT_HERE = "Qwen/Qwen3-VL-2B-Instruct-FP8"
@@ -16,8 +18,12 @@ NOT_HERE = "Qwen/Qwen3-VL-2B-Instruct-FP8"
 
 @pytest.fixture(autouse=True)
 def _torch_for_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preload, "has_cuda_build", lambda: True)
+    install_torch(monkeypatch, (13, 0))
     monkeypatch.setattr(preload, "_torch_has_cuda", lambda: False)  # no context is created in a test
+
+
+def install_torch(monkeypatch: pytest.MonkeyPatch, cuda: tuple[int, int] | None) -> None:
+    monkeypatch.setattr(gpus, "installed_torch", lambda: TorchBuild("2.11.0", cuda))
 
 
 @pytest.mark.parametrize(
@@ -67,40 +73,39 @@ def test_what_may_run_is_not_refused(
     monkeypatch: pytest.MonkeyPatch, cards: tuple[FakeCard, ...], device: str, kernels: str
 ) -> None:
     install(monkeypatch, *cards)
-    preload.check_gpus(device, kernels)
+    gpus.check_gpus(device, kernels)
 
 
 def test_of_several_the_one_that_cuda_takes_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, LARGE, OLD)
     monkeypatch.setenv("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
-    preload.check_gpus("cuda")
+    gpus.check_gpus("cuda")
     with pytest.raises(DeviceError, match="RTX 2070"):
-        preload.check_gpus("cuda:1")
-    preload.check_gpus("cuda:2")  # there is none: refused as a device, later
+        gpus.check_gpus("cuda:1")
+    gpus.check_gpus("cuda:2")  # there is none: refused as a device, later
 
 
 def test_auto_takes_the_processor_where_the_driver_is_too_old_for_torch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     nvml = install(monkeypatch, replace(OLD, name="NVIDIA GeForce GT 710", capability=(3, 5)))
-    monkeypatch.setattr(preload, "_torch_cuda_major", lambda: 13)
     nvml.cuda = 11040
-    preload.check_gpus("auto")
+    gpus.check_gpus("auto")
     with pytest.raises(DeviceError, match="GT 710") as error:
-        preload.check_gpus("cuda")
+        gpus.check_gpus("cuda")
     assert "--device cpu" in error.value.hint
     assert "transformers" not in error.value.hint  # torch has no kernels for it either
     nvml.cuda = 13000
     with pytest.raises(DeviceError, match="GT 710"):
-        preload.check_gpus("auto")
+        gpus.check_gpus("auto")
 
 
 def test_a_torch_for_the_processor_runs_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, OLD)
     with pytest.raises(DeviceError):
-        preload.check_gpus("auto")
-    monkeypatch.setattr(preload, "has_cuda_build", lambda: False)
-    preload.check_gpus("auto")
+        gpus.check_gpus("auto")
+    install_torch(monkeypatch, None)
+    gpus.check_gpus("auto")
 
 
 def test_pull_says_so_and_downloads(vlfit: Vlfit, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from vlfit.doctor import checks
 from vlfit.doctor.checks import (
     TORCH_WHEELS,
     Check,
-    TorchBuild,
     best_wheel_name,
     card_problem,
     check_cache,
@@ -25,13 +24,11 @@ from vlfit.doctor.checks import (
     check_ram,
     check_torch,
     check_wsl,
-    driver_is_too_old,
     hub_cache_folder,
-    installed_torch,
-    parse_torch_version,
     worst_level,
 )
 from vlfit.machine.problems import Problem
+from vlfit.machine.torch_build import TorchBuild, driver_is_too_old, installed_torch, parse_torch_version
 from vlfit.units import GIB
 
 RTX_5060 = replace(WORKED_EXAMPLE.gpus[0], driver="581.15", cuda="13.0")

@@ -11,14 +11,13 @@ from tests.doctor.helpers import OOM, WORKED_EXAMPLE, flags, only_diagnosis, tra
 from vlfit.checkpoint.source import resolve_name
 from vlfit.doctor.checks import (
     TORCH_WHEELS,
-    TorchBuild,
     best_wheel_name,
     card_problem,
     check_torch,
-    driver_is_too_old,
     min_driver_cuda,
 )
 from vlfit.machine.model import Machine
+from vlfit.machine.torch_build import TorchBuild, driver_is_too_old
 from vlfit.plan.model_lookup import find_exact_models, find_models
 from vlfit.plan.planner import find_plan
 from vlfit.plan.recommend import catalog_plans, commands_to_type, recommended

@@ -17,6 +17,7 @@ from vlfit.checkpoint.source import Checkpoint, open_checkpoint
 from vlfit.images.decode_pool import decode_pool
 from vlfit.loading import preload
 from vlfit.loading.kernel_build import start_build
+from vlfit.plan.gpus import check_gpus
 from vlfit.prompt.template_process import TEMPLATES
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class NativeBackend(InProcessBackend):
         ``DeviceError`` or ``DoesNotFit``.
         """
         options = options or EngineOptions()
-        preload.check_gpus(options.device, options.kernels)
+        check_gpus(options.device, options.kernels, preload.gpus_at_start())
         checkpoint = model if isinstance(model, Checkpoint) else open_checkpoint(model)
         if checkpoint.config.vision is not None:
             decode_pool().start()

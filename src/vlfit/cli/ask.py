@@ -1,6 +1,6 @@
 """``vlfit caption``, ``vlfit ask`` and ``vlfit embed``: captions, answers and vectors of pictures."""
 
-import os
+import io
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -446,13 +446,13 @@ def _write(path: Path, vectors: "list[Vector]") -> None:
     """Write ``vectors`` as one array, whole or not at all. Raises ``CannotWrite``."""
     import numpy as np
 
+    from vlfit.atomic_write import write_whole
+
     if not vectors:
         raise VlfitError("there is no vector to write", "See the errors above.")
-    fresh = path.with_name(f".{path.name}.{os.getpid()}.new")
+    encoded = io.BytesIO()
+    np.save(encoded, np.stack(vectors))
     try:
-        with fresh.open("wb") as file:
-            np.save(file, np.stack(vectors))
-        fresh.replace(path)
+        write_whole(path, encoded.getvalue())
     except OSError as error:
-        fresh.unlink(missing_ok=True)
         raise CannotWrite(f"cannot write {path}: {error.strerror}", "Name another file.") from error

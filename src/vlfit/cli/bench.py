@@ -135,7 +135,7 @@ def bench(
     )
     if picture:
         bench_options = replace(bench_options, pictures=tuple(map(load_picture, picture)))
-    from vlfit.loading.preload import check_gpus
+    from vlfit.plan.gpus import check_gpus
 
     check_gpus(settings.device, settings.kernels)
     chosen = resolve_auto(settings.model, printer, settings.device)

@@ -493,7 +493,7 @@ def _pull(model: str) -> tuple[str, str]:
         typer.echo(f"{name} {where}: nothing to download", err=True)
         return opening_name(model, one), str(one.folder if one.is_gguf else folder)
     from vlfit.loading.kernel_build import start_build_for_pull
-    from vlfit.loading.preload import check_gpus
+    from vlfit.plan.gpus import check_gpus
 
     try:
         check_gpus("auto")

@@ -137,7 +137,7 @@ class Session:
             _ = self._auto_model
 
     def _check_gpus(self) -> None:
-        from vlfit.loading.preload import check_gpus
+        from vlfit.plan.gpus import check_gpus
 
         check_gpus(self._settings.device, self._settings.kernels)
 

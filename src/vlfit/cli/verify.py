@@ -113,7 +113,7 @@ def verify(
         result = _elsewhere(settings, options, level, printer)
     else:
         wanted = verify_options(settings)
-        from vlfit.loading.preload import check_gpus
+        from vlfit.plan.gpus import check_gpus
 
         check_gpus(wanted.device, wanted.kernels)
         chosen = resolve_auto(settings.model, printer, settings.device)
@@ -220,7 +220,7 @@ def _compare(model: str | None, against: str | None, table: list[str], options: 
     from vlfit.checkpoint.source import open_checkpoint
     from vlfit.cli.bench import resolve_auto
     from vlfit.errors import CheckpointError
-    from vlfit.loading.preload import check_gpus
+    from vlfit.plan.gpus import check_gpus
     from vlfit.verify.verify_copies import (
         against_lines,
         compare_copies,

@@ -7,7 +7,6 @@ imported; its build is read from its files.
 import ctypes
 import importlib.util
 import os
-import re
 import shlex
 import shutil
 import socket
@@ -15,7 +14,6 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 
 from vlfit.machine.gpu import read_gpus
@@ -23,6 +21,7 @@ from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu, Host
 from vlfit.machine.problems import FIX_LINUX_DRIVER_IN_WSL, FIX_WSL_PATH, Problem, SystemKind
 from vlfit.machine.processor import read_processor
+from vlfit.machine.torch_build import TorchBuild, driver_is_too_old, installed_torch, parse_cuda_version
 from vlfit.units import GIB, format_bytes
 
 OLDEST_PYTHON = (3, 11)
@@ -126,43 +125,6 @@ def library_loads(library: str) -> bool:
     except OSError:
         return False
     return True
-
-
-@dataclass(frozen=True, slots=True)
-class TorchBuild:
-    """A build of PyTorch.
-
-    ``cuda``: the CUDA version that it is built for; None: it is not for CUDA. ``other_platform``: ``hip``
-    (AMD) or ``xpu`` (Intel); "" for CUDA and for the CPU alone.
-    """
-
-    version: str
-    cuda: tuple[int, int] | None
-    other_platform: str = ""
-
-
-def installed_torch() -> TorchBuild | None:
-    """The installed build of PyTorch, read from its files without importing it; None: not installed."""
-    try:
-        installed = distribution("torch")
-    except PackageNotFoundError:
-        return None
-    try:
-        text = Path(str(installed.locate_file("torch/version.py"))).read_text("utf-8")
-    except OSError:
-        text = ""
-    return parse_torch_version(installed.version, text)
-
-
-def parse_torch_version(version: str, text: str) -> TorchBuild:
-    """The build that ``text``, the contents of ``torch/version.py``, describes.
-
-    ``version``: of the installed package; only copied into the result.
-    """
-    values = dict(re.findall(r"^(cuda|hip|xpu)\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE))
-    if cuda := parse_cuda_version(values.get("cuda", "")):
-        return TorchBuild(version, cuda)
-    return TorchBuild(version, None, next((name for name in ("hip", "xpu") if name in values), ""))
 
 
 def check_torch(build: TorchBuild | None, gpus: tuple[Gpu, ...]) -> Check:
@@ -436,12 +398,6 @@ def min_driver_cuda(capability: tuple[int, int] | None) -> str:
     return ".".join(map(str, min(fitting, default=TORCH_WHEELS[-1].cuda)))
 
 
-def parse_cuda_version(text: str) -> tuple[int, int] | None:
-    """``(12, 9)`` from ``"12.9"`` or ``"12.9.1"``; None if ``text`` does not start with a version."""
-    version = re.match(r"(\d+)\.(\d+)", text)
-    return (int(version.group(1)), int(version.group(2))) if version else None
-
-
 def torch_install_command(wheel: str) -> str:
     """The pip command that replaces the installed PyTorch by that of ``wheel`` (a ``TorchWheel.name``)."""
     return f"pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/{wheel}"
@@ -466,11 +422,3 @@ def card_problem(build_cuda: tuple[int, int], capability: tuple[int, int]) -> st
     if build_cuda < needed:
         return f"a card of compute capability {card} needs CUDA {needed[0]}.{needed[1]} or newer"
     return ""
-
-
-def driver_is_too_old(build_cuda: tuple[int, int], driver_cuda: tuple[int, int]) -> bool:
-    """Whether a driver that supports CUDA ``driver_cuda`` is too old for a program built for ``build_cuda``.
-
-    Any driver of the same major version is new enough (NVIDIA's minor version compatibility).
-    """
-    return driver_cuda[0] < build_cuda[0]

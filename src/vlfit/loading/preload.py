@@ -1,15 +1,14 @@
 """Work done while Python still imports torch: the CUDA context, Triton's cache key, weights into the page
-cache. And a part of torch that is not imported at all, and what is checked before all that (``check_gpus``).
+cache. And a part of torch that is not imported at all.
 
-Each takes a third of a second to several and hardly any Python. Imports no torch. Failures of threads are
-ignored: the work is then done, and its error reported, where the result is needed.
+Each takes a third of a second to several and hardly any Python. Imports no torch. Failures are ignored:
+the work is then done, and its error reported, where the result is needed.
 """
 
 import ctypes
 import importlib
 import importlib.util
 import os
-import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -18,13 +17,11 @@ from threading import Thread
 from types import ModuleType
 from typing import Any
 
-from vlfit.api.engine_options import uses_kernels
 from vlfit.checkpoint.headers import shard_files
 from vlfit.errors import VlfitError
 from vlfit.machine.gpu import read_gpus
 from vlfit.machine.host import read_host
 from vlfit.machine.model import Gpu
-from vlfit.plan.gpus import check_kernel_capability, runs_kernels
 from vlfit.units import MIB
 
 _CHUNK = 4 * MIB  # of a file, read at a time
@@ -78,27 +75,6 @@ def leave_out_compiler() -> None:
         stub = ModuleType(_COMPILER)
         stub.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
         sys.modules[_COMPILER] = torch._dynamo = stub
-
-
-def check_gpus(device: str, kernels: str = "auto") -> None:
-    """Raise ``DeviceError`` if the GPU that the native engine would run on is too old for its kernels.
-
-    Call it before a model is downloaded or loaded; ``device`` and ``kernels`` as in ``EngineOptions``. Does
-    nothing where no kernel would run on a GPU: with ``cpu``, with plain kernels, with a torch that is no CUDA
-    build, and with ``auto`` where the driver is too old for torch. Of several GPUs, whose order CUDA chooses
-    by speed, one is known only with ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: otherwise all must be too old. The
-    engine itself checks the one that it runs on.
-    """
-    named = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
-    if named is None or not uses_kernels(kernels) or not has_cuda_build():
-        return
-    gpus = read_gpus()[0]
-    if device == "auto" and gpus and _torch_cuda_major() > _major(gpus[0].cuda):
-        return  # torch sees no GPU, and the engine takes the processor
-    if len(gpus) > 1 and os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
-        gpus = gpus[int(named[1] or 0) :][:1]
-    if gpus and not any(map(runs_kernels, gpus)):
-        check_kernel_capability(gpus[0])
 
 
 def start_cuda_context(device: str) -> tuple[Gpu, ...]:
@@ -167,24 +143,6 @@ def read_ahead(folder: Path) -> None:
         return
     if hasattr(os, "RWF_NOWAIT") and size <= read_host().ram_available:
         Thread(target=_read_ahead, args=(files,), name="vlfit-ahead", daemon=True).start()
-
-
-def _torch_cuda_major() -> int:
-    """The major version of CUDA that the installed torch is built for; 0 if unknown. Does not import it."""
-    spec = importlib.util.find_spec("torch")
-    if spec is None or spec.origin is None:
-        return 0
-    with suppress(OSError):
-        text = (Path(spec.origin).parent / "version.py").read_text("utf-8", errors="replace")
-        if found := re.search(r"^cuda\b[^=\n]*= *'([^'\n]+)'", text, re.MULTILINE):
-            return _major(found[1])
-    return 0
-
-
-def _major(version: str) -> int:
-    """13 of "13.0"; 0 of what is no version."""
-    number = version.partition(".")[0]
-    return int(number) if number.isdecimal() else 0
 
 
 def _create_context(index: int) -> None:

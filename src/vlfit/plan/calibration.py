@@ -6,7 +6,6 @@ says so. Nothing built in was measured on an 8 GB card yet. What follows from sh
 backends' ``cost.py``.
 """
 
-import contextlib
 import json
 import math
 import os
@@ -17,7 +16,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from vlfit.errors import UsageError
+from vlfit.atomic_write import write_whole
+from vlfit.errors import CannotWrite, UsageError
 from vlfit.machine.model import Gpu
 from vlfit.units import GIB, KIB, MIB
 
@@ -48,22 +48,18 @@ def file_name_of(*parts: str) -> str:
 
 
 def write_atomically(path: Path, words: str, what: str, variable: str = "XDG_CACHE_HOME") -> None:
-    """Write the text ``words`` to ``path`` through a temporary file beside it; create missing folders.
+    """Write the text ``words`` to ``path``, whole or not at all; create missing folders.
 
     Raises ``UsageError`` if that fails. ``what``: a noun for the content; ``variable``: of the environment,
     that moves the folder; both used in the error message.
     """
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(words, "utf-8")
-        part.replace(path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            part.unlink()
+        write_whole(path, words.encode())
+    except (OSError, CannotWrite) as error:
+        reason = error.strerror if isinstance(error, OSError) else error.message
         raise UsageError(
-            f"cannot keep the {what} in {path}: {error.strerror}",
-            f"Set {variable} to a folder that can be written.",
+            f"cannot keep the {what} in {path}: {reason}", f"Set {variable} to a folder that can be written."
         ) from None
 
 

@@ -1,9 +1,16 @@
-"""The choice of a machine's GPU to plan for, and the command that runs on it."""
+"""The choice of a machine's GPU to plan for, GPUs that are too old, and the command that runs on one."""
 
+import os
+import re
+from collections.abc import Sequence
+
+from vlfit.api.engine_options import uses_kernels
 from vlfit.errors import DeviceError
 from vlfit.machine.cards import KERNEL_CAPABILITY
+from vlfit.machine.gpu import read_gpus
 from vlfit.machine.model import Gpu, Machine
 from vlfit.machine.survey import OLDEST_CAPABILITY
+from vlfit.machine.torch_build import driver_is_too_old, installed_torch, parse_cuda_version
 from vlfit.plan.calibration import with_bandwidth
 from vlfit.plan.plans import Command
 
@@ -34,6 +41,30 @@ def check_kernel_capability(gpu: Gpu) -> None:
     """Raise ``DeviceError`` unless ``runs_kernels``."""
     if not runs_kernels(gpu):
         raise kernels_need_newer_card(gpu.name, gpu.compute_capability, is_here=bool(gpu.driver))
+
+
+def check_gpus(device: str, kernels: str = "auto", gpus: Sequence[Gpu] | None = None) -> None:
+    """Raise ``DeviceError`` if the GPU that the native engine would run on is too old for its kernels.
+
+    Call it before a model is downloaded or loaded; ``device`` and ``kernels`` as in ``EngineOptions``.
+    ``gpus``: of this computer; None: read now. Does nothing where no kernel would run on a GPU: with ``cpu``,
+    with plain kernels, with a torch that is no CUDA build, and with ``auto`` where the driver is too old for
+    torch. Of several GPUs, whose order CUDA chooses by speed, one is known only with
+    ``CUDA_DEVICE_ORDER=PCI_BUS_ID``: otherwise all must be too old. The engine itself checks the one that it
+    runs on.
+    """
+    named = re.fullmatch(r"auto|cuda(?::(\d+))?", device)
+    torch = installed_torch()
+    if named is None or not uses_kernels(kernels) or torch is None or torch.cuda is None:
+        return
+    found = read_gpus()[0] if gpus is None else gpus
+    driver = parse_cuda_version(found[0].cuda) if found else None
+    if device == "auto" and driver is not None and driver_is_too_old(torch.cuda, driver):
+        return  # torch sees no GPU, and the engine takes the processor
+    if len(found) > 1 and os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
+        found = found[int(named[1] or 0) :][:1]
+    if found and not any(map(runs_kernels, found)):
+        check_kernel_capability(found[0])
 
 
 def check_capability(gpu: Gpu) -> None:

@@ -166,7 +166,7 @@ def test_a_long_text_leaves_the_server_answering(server: Running, mini: NativeBa
 def test_more_waiting_texts_than_there_is_room_for_are_refused(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(llama_cpp_api, "_MOST_WAITING", 0)
+    monkeypatch.setattr(llama_cpp_api, "MOST_PENDING", 0)
     answer = httpx.post(f"{server.url}/tokenize", json={"content": "a"})
     assert answer.status_code == 429
     assert error_of(answer)["code"] == 429

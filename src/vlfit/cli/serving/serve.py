@@ -119,7 +119,7 @@ def serve(
     _check_vllm(settings, vllm_serve, detached=options.daemon or options.systemd)
     _check_transformers(settings)
     if settings.backend in (None, "native") and not options.systemd:
-        from vlfit.loading.preload import check_gpus
+        from vlfit.plan.gpus import check_gpus
 
         check_gpus(settings.device, settings.kernels)
     if settings.backend == "remote":

@@ -7,10 +7,10 @@ from vlfit.doctor.checks import (
     INSTALL_COMPILER,
     best_wheel_name,
     min_driver_cuda,
-    parse_cuda_version,
     torch_install_command,
 )
 from vlfit.doctor.rule import Finding, Rule, TemplateValues
+from vlfit.machine.torch_build import parse_cuda_version
 
 _LINUX_DRIVER = "sudo apt update && ubuntu-drivers devices"
 _UPDATE_WSL = "wsl.exe --update"

@@ -256,8 +256,8 @@ class _VocabularyAdapter:
         call's tags are.
         """
         ids: list[int] = []
-        for part in self._special.split(text):
-            if self._special.fullmatch(part):
+        for index, part in enumerate(self._special.split(text)):  # text and name in turn
+            if index % 2:
                 ids += encode_plain(self._tokenizer, part)
             else:
                 ids += self._tokenizer.encode(part, add_special_tokens=False).ids

@@ -54,7 +54,7 @@ _ERROR_TYPES = {
     503: "unavailable_error",
 }
 
-_MOST_WAITING = 32  # requests for tokens and templates, of up to ``_BODY_LIMIT`` each
+MOST_PENDING = 33  # requests for tokens and templates, of up to ``_BODY_LIMIT`` each: one runs, others wait
 _SLICE = 4096  # tokens encoded as JSON at a time
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -110,7 +110,7 @@ class LlamaCppRoutes:
         self._context = context
         self._texts: dict[str, ModelText] = {}
         self._turn = asyncio.Semaphore(1)
-        self._num_waiting = 0
+        self._num_pending = 0
 
     async def props(self, request: Request) -> Response:
         """``GET /props``: properties of the default model, or of the one that ``?model=`` names."""
@@ -178,16 +178,16 @@ class LlamaCppRoutes:
     async def _in_turn(self, run: Callable[[], T]) -> T:
         """Call ``run`` on a thread, and one such request at a time: a long text takes seconds and memory.
 
-        Raises ``QueueFull`` if ``_MOST_WAITING`` are waiting already.
+        Raises ``QueueFull`` if ``MOST_PENDING`` run or wait already.
         """
-        if self._num_waiting >= _MOST_WAITING:
-            raise QueueFull(f"{self._num_waiting} requests wait for the tokenizer", "Try again in a second.")
-        self._num_waiting += 1
+        if self._num_pending >= MOST_PENDING:
+            raise QueueFull(f"{self._num_pending} requests wait for the tokenizer", "Try again in a second.")
+        self._num_pending += 1
         try:
             async with self._turn:
                 return await self._context.prepare_threads.run(run)
         finally:
-            self._num_waiting -= 1
+            self._num_pending -= 1
 
     async def _parse(self, request: Request, kind: type[Body]) -> Body:
         context = self._context
